@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 from conftest import make_engine, slow
-from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, save
+from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, edit, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
@@ -202,11 +202,6 @@ def test_dtype(folder):
     edit(folder, torch_dtype="int4")
     with pytest.raises(UserError, match="'int4' is unknown.*bfloat16"):
         load_model(folder)
-
-
-def edit(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 def replace(name, tensor):

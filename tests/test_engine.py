@@ -1,6 +1,5 @@
 """The engine with the embedded pair: prompts, endings, streams, statistics, mistakes."""
 
-import json
 import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
+from families import edit
 
 import triforce
 from triforce.errors import UserError
@@ -68,7 +68,7 @@ def test_eos_in_mid_block(tiny_engine, monkeypatch):
 def test_stop_strings_across_token_and_block_borders(tiny_engine):
     greedy = {"temperature": 0.0, "ignore_eos": True}
     whole = tiny_engine.generate(TEXT, 24, **greedy)
-    for start in range(0, len(whole.text) - 6, 5):
+    for start in range(0, len(whole.text) - 6, 9):
         stop = whole.text[start : start + 6]
         out = tiny_engine.generate(TEXT, 24, stop=[stop, "\x00never"], **greedy)
         assert out.text == whole.text[: whole.text.index(stop)] and out.finish_reason == "stop"
@@ -288,7 +288,10 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"offload": True, "num_resident_layers": 9}, "8 layers"),
     ({"offload": True, "num_resident_layers": -1}, "at least 0"),
     ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
-    ({"offload": True, "resident_memory": "9" * 400}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1")])
+    ({"offload": True, "resident_memory": "9" * 400}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1"),
+    ({"gamma": True}, "gamma (True) must be a whole number"), ({"draft_sink": False}, "draft_sink (False) must"),
+    ({"gamma_inner": 8, "block_size": 8}, "gamma_inner (8) must be between 1 and block_size - 1 (7)"),
+    ({"ngram": True}, "ngram is not a known setting"), ({"auto": True}, "auto is not a known setting")])
 def test_mistakes_in_loading(options, text):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", **{"device": "cpu", **options})
@@ -305,10 +308,9 @@ def test_rows_of_a_block_come_in_fours():
 
 def copy_of_tiny(folder, part="target", **config):
     """The embedded target or draft in another folder, with some fields of its config.json changed."""
-    copied = shutil.copytree(TINY / part, folder)
-    path = copied / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    return copied
+    shutil.copytree(TINY / part, folder)
+    edit(folder, **config)
+    return folder
 
 
 def test_a_draft_with_another_tokenizer_is_refused(tmp_path):

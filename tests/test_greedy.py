@@ -187,10 +187,6 @@ def test_appending_to_a_used_state(models):
     state.begin(100)
     whole = make_state(target, draft, [prompt + said + more])
     assert state.lens == whole.lens
-    mine, other = state.cache.prefix, whole.cache.prefix
-    assert mine.lens == other.lens
-    for a, b in zip((*mine.k, *mine.v), (*other.k, *other.v), strict=True):
-        torch.testing.assert_close(a[0, :, : mine.lens[0]], b[0, :, : mine.lens[0]], rtol=1e-4, atol=1e-5)
     assert run_rounds(state, 30) == run_rounds(whole, 30)
 
 

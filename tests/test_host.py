@@ -88,32 +88,23 @@ def usual(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*BREAK, *slow(*(name for name in HOSTS if name not in BREAK))])
-def test_settings_of_the_host_change_no_token(name, usual, tmp_path):
-    """Those that held while an engine was loaded, and those that hold while it is used."""
-    with HOSTS[name]():
-        before = settings()
-        engine = triforce.load("tiny", device="cpu", gamma=3)
-        assert settings() == before
-        assert used(engine, tmp_path / "book") == usual
-    assert engine.generate(TEXT, 4, temperature=0.0).tokens == usual[1]
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_an_engine_computes_with_the_usual_settings(name, monkeypatch):
-    seen, prefill, step = [], Transformer.prefill, DecodeBatch.round
+def test_settings_of_the_host_change_no_token(name, usual, tmp_path, monkeypatch):
+    """Those that held while an engine was loaded, and those that hold while it is used: it computes with the usual."""
+    seen = []
 
     def noted(function):
         return lambda *args, **more: seen.append(settings()) or function(*args, **more)
 
-    monkeypatch.setattr(Transformer, "prefill", noted(prefill))
-    monkeypatch.setattr(DecodeBatch, "round", noted(step))
-    engine = make_engine(*random_pair(), flush_interval=16, chunk_size=4, budget=64)
-    prompt = random_prompt(40)
+    monkeypatch.setattr(Transformer, "prefill", noted(Transformer.prefill))
+    monkeypatch.setattr(DecodeBatch, "round", noted(DecodeBatch.round))
     with HOSTS[name]():
-        assert name == "no grad" or settings() != USUAL
-        engine.generate(prompt, 4)
-    assert len(seen) >= 2
-    assert all(one | {"inference": False} == USUAL for one in seen)
+        before = settings()
+        assert name == "no grad" or before != USUAL
+        engine = triforce.load("tiny", device="cpu", gamma=3)
+        assert settings() == before
+        assert used(engine, tmp_path / "book") == usual
+    assert len(seen) > 9 and all(one | {"inference": False} == USUAL for one in seen)
+    assert engine.generate(TEXT, 4, temperature=0.0).tokens == usual[1]
 
 
 def test_settings_of_the_process_are_the_host_s_again_once_the_last_thread_has_left():

@@ -22,19 +22,6 @@ DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """(first, tokens) of what goes through the target's prefill."""
-    seen, prefill = [], Transformer.prefill
-
-    def noted(self, tokens, blocks, *args, **how):
-        seen.append((blocks[0][2].start, tokens.shape[1]))
-        return prefill(self, tokens, blocks, *args, **how)
-
-    monkeypatch.setattr(Transformer, "prefill", noted)
-    return seen
-
-
 def write_file(path, sizes: dict, about: dict, tokens=DOCUMENT[:100]) -> None:
     layout = Layout(**sizes)
     write(path, layout, about, tokens, lambda i: torch.zeros(2, layout.n_kv_head, layout.length, layout.head_dim),

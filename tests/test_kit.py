@@ -202,7 +202,6 @@ def folders(tmp_path_factory):
                "word": lambda: model.model.embed_tokens.weight[ids[word]].add_(0.5),
                "nan": lambda: [weight[5, 3].fill_(torch.nan) for weight in (model.model.layers[1].mlp.down_proj.weight,
                                                                             model.lm_head.weight)],
-               "nan output": lambda: model.lm_head.weight[ids[word]].fill_(torch.nan),
                "large": lambda: model.model.embed_tokens.weight[ids[word]].fill_(torch.inf),
                "overflow": lambda: model.model.layers[2].mlp.down_proj.weight.mul_(1e7)}
     with torch.no_grad():
@@ -231,7 +230,7 @@ def test_a_damaged_layer_is_a_failure(folders, brief, capsys, tmp_path):
     assert "**NOT all is well**" in page and "- logits: FAILED" in page
 
 
-@pytest.mark.parametrize("last", [300, 280, 64])
+@pytest.mark.parametrize("last", [300, 64])
 def test_the_position_where_logits_part(folders, last, monkeypatch):
     """Of a text that transformers computes in one go, or in stretches."""
     made, word = folders
@@ -248,7 +247,6 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
 @pytest.mark.parametrize("damaged,dtype,where,cause", [
     ("nan", "float32", "from layers.1.mlp.down on, at position 0 of", "weights of it are not finite"),
     ("large", "float32", "from embedding on, at position WORD of", "weights of it are not finite"),
-    ("nan output", "float32", "from output on, at position 0 of", "weights of it are not finite"),
     ("overflow", "float16", "from layers.2.mlp.down on, at position 0 of", "")])
 def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dtype, where, cause, capsys, tmp_path):
     """And nothing is timed that says nothing."""

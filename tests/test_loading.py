@@ -1,19 +1,13 @@
 """What `load` makes of what it was not told, what does not go together, and what an engine plans for a call."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 from conftest import make_engine, random_pair, random_prompt
 
 import triforce
-from triforce.cli.plan import Job, Machine, need
-from triforce.config import Placement, Settings
+from triforce.config import Settings
 from triforce.engine import memory
 from triforce.engine.engine import Engine
 from triforce.errors import UserError
-from triforce.hf.checkpoint import read_config
-from triforce.hf.folders import TINY
 from triforce.model import ModelConfig, Transformer
 
 
@@ -82,28 +76,6 @@ def test_settings_are_resolved_by_device():
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
 
 
-def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
-    """`load`, the caches and plans of memory tell the settings how many query heads share a KV head."""
-    told, resolve = [], Settings.resolve
-
-    def resolved(self, *args, **more):
-        told.append(more["query_group"])
-        return resolve(self, *args, **more)
-
-    monkeypatch.setattr(Settings, "resolve", resolved)
-    target, draft = random_pair()
-    engine = Engine(target, None, draft, settings=Settings(gamma=3))
-    engine.buffers.settings_for(3, shared=True)
-    need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
-    assert told == [2, 2, 2]
-    config = replace(read_config(TINY / "target"), n_kv_head=1)
-    monkeypatch.setattr("triforce.hf.checkpoint.read_config", lambda *args: config)
-    monkeypatch.setattr(memory, "available", lambda device: 2**20)
-    with pytest.raises(UserError, match="target weights"):
-        triforce.load("tiny", device="cpu")
-    assert told[3:] == [4]
-
-
 def test_what_a_draft_keeps():
     """Below a retrieval level no more than a window; without one what it is told."""
     for settings, cache, keeps, has_view in (
@@ -113,15 +85,6 @@ def test_what_a_draft_keeps():
             ({"retrieval": False, "draft_cache": "snapkv"}, "snapkv", "snapkv", True)):
         resolved = Settings(**settings).resolve()
         assert (resolved.draft_cache, resolved.draft_attends_to, resolved.has_view) == (cache, keeps, has_view)
-
-
-@pytest.mark.parametrize("options, words", [
-    ({"gamma": True}, "gamma .True. must be a whole number"), ({"draft_sink": False}, "draft_sink .False. must"),
-    ({"gamma_inner": 8}, "gamma_inner .8. must be between 1 and block_size - 1 .7."),
-    ({"ngram": True}, "ngram is not a known setting"), ({"auto": True}, "auto is not a known setting")])
-def test_settings_that_nobody_can_mean(options, words):
-    with pytest.raises(UserError, match=words):
-        triforce.load("tiny", device="cpu", **{"block_size": 8, **options})
 
 
 def engine_of(pair, **more) -> Engine:

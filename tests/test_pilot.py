@@ -1,6 +1,5 @@
 """When the pilot learns and chooses: while the device works, and all ranks by the first one's clock."""
 
-
 from types import SimpleNamespace
 
 import pytest

@@ -37,19 +37,6 @@ def twin(pair):
     return alone
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """Tokens that went through a prefill of the model, call by call."""
-    seen, prefill = [], Transformer.prefill
-
-    def counted(self, tokens, *args, **how):
-        seen.append(tokens.numel())
-        return prefill(self, tokens, *args, **how)
-
-    monkeypatch.setattr(Transformer, "prefill", counted)
-    return seen
-
-
 def begun(stream, count: int):
     """What a stream has said when it is closed, `count` tokens or a few more."""
     for _ in stream:
@@ -72,7 +59,7 @@ def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed, he
         engine.generate(DOCUMENT, **GREEDY)
         computed.clear()
     results = engine.generate(prompts, **GREEDY)
-    passes = sum(computed[: 2 - held])
+    passes = sum(count for _, count in computed[: 2 - held])
     assert same(results, [twin.generate(prompt, **GREEDY) for prompt in prompts])
     assert [one.stats.shared_tokens for one in results] == [288] * 3
     assert [one.stats.reused_tokens for one in results] == [288 * held] * 3
@@ -89,7 +76,7 @@ def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
     prompt = DOCUMENT + first.tokens + random_prompt(30, seed=1)
     second = engine.generate(prompt, **GREEDY)
     held = len(DOCUMENT) + len(first.tokens) - 1  # the last token was emitted, and not computed
-    assert second.stats.reused_tokens == held and computed == [len(prompt) - 1 - held]
+    assert second.stats.reused_tokens == held and computed == [(held, len(prompt) - 1 - held)]
     assert same(second, twin.generate(prompt, **GREEDY))
     other = DOCUMENT[:200] + random_prompt(10, seed=2)
     third = engine.generate(other, **GREEDY)
@@ -109,17 +96,17 @@ def test_reuse_can_be_switched_off(pair, computed, monkeypatch):
     computed.clear()
     later = engine.generate(DOCUMENT + [1, 2, 3], **GREEDY)
     assert all(one.stats.shared_tokens == one.stats.reused_tokens == 0 for one in (*results, later))
-    assert computed == [302]
+    assert computed == [(0, 302)]
 
 
 def test_questions_about_a_prefix(engine, twin, computed):
     book = engine.prefill(DOCUMENT)
-    assert len(book) == 300 and book.num_shared == 288 and computed == [288]
+    assert len(book) == 300 and book.num_shared == 288 and computed == [(0, 288)]
     assert book.nbytes == 4 * 8 * 2 * 2 * (2 * 288 + 72)  # float32: K and V of 2 layers and heads; means of 72 chunks
     computed.clear()
     questions = [random_prompt(n, seed=n) for n in (2, 25)]
     results = engine.generate(questions, prefix=book, **GREEDY)
-    assert computed == [2 * (12 + 25 - 1)] and [one.stats.shared_tokens for one in results] == [288] * 2
+    assert computed == [(288, 2 * (12 + 25 - 1))] and [one.stats.shared_tokens for one in results] == [288] * 2
     expected = [twin.generate(DOCUMENT + question, **GREEDY) for question in questions]
     assert same(results, expected)
     assert same(engine.generate(questions[1], prefix=book, **GREEDY), expected[1])
@@ -348,7 +335,7 @@ def test_a_conversation_keeps_its_turns(tiny_engine, computed):
         assert answer.stats.prompt_len == len(prompt)
         if i:  # all that was there before, but for the token that was emitted last, and those whose queries choose
             again = max(len(prompt) - held, tiny_engine.buffers.state.cache.newest)
-            assert answer.stats.reused_tokens >= len(prompt) - 1 - again and computed[0] <= again + 1
+            assert answer.stats.reused_tokens >= len(prompt) - 1 - again and computed[0][1] <= again + 1
         prompt += [token for token in answer.tokens if token not in tiny_engine.eos_ids]
         held = len(prompt)
     assert [text for text, _ in chat.turns] == said
