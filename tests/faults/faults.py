@@ -282,7 +282,7 @@ FAULTS = [
           given(max_new_tokens=lambda count: count - 1), "session -k just_fits"),
     Fault("eos-ignored", "engine.engine:Engine._call", "ignore_eos is ignored", cond("ignore_eos", False), "loading"),
     Fault("logits-first", "engine.engine:Engine.logits", "logits of other positions than asked for", op("-", "+"),
-          "engine -k logits_of_the_last"),
+          "engine -k last_positions"),
     Fault("another-model", "engine.prompt_cache:opened", "keys of another model are attended to", cond("what", False),
           "engine -k longrope"),
     Fault("close-not-heard", "engine.session:Stream.cancel", "nobody but the thread that iterates ends a stream",
