@@ -180,15 +180,12 @@ def test_batch_of_ragged_prompts(pair):
         assert alone.generate(prompts[i], 25, seed=9 + i, temperature=temperature).tokens == outs[i].tokens
 
 
-def test_statistics_of_a_batch_are_each_rows_own(tiny_engine):
-    prompts, how = [TEXT, "And " * 300], {"max_new_tokens": 30, "temperature": 0.0, "ignore_eos": True}
-    whole = tiny_engine.generate(prompts, **how)
-    ends = next(token for token in whole[0].tokens[1:] if token not in whole[1].tokens)
-    short, long = tiny_engine.generate(prompts, **how, stop_token_ids=[ends])
-    assert len(short.tokens) < len(long.tokens) == 30
-    assert short.stats.target_forwards <= len(short.tokens) < long.stats.target_forwards
-    assert short.stats.block_efficiency == len(short.tokens) / short.stats.target_forwards
-    assert tiny_engine.generate(TEXT, 1).stats.block_efficiency == 1
+def test_statistics_of_a_batch_are_each_rows_own(pair):
+    engine, how = make_engine(*pair, max_batch_size=2, **SIZES), {"temperature": 0.0, "stop_token_ids": [7]}
+    short, long = engine.generate([random_prompt(90)] * 2, 30, logit_bias=[{7: 1e6}, {7: -1e6}], **how)
+    assert short.tokens == [7] and short.stats.target_forwards == short.stats.block_efficiency == 1
+    assert len(long.tokens) == 30 and long.stats.block_efficiency == 30 / long.stats.target_forwards
+    assert engine.generate(random_prompt(90), 1).stats.block_efficiency == 1
 
 
 def test_arrays_are_batches_or_prompts_by_their_shape(pair):

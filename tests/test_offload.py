@@ -227,9 +227,9 @@ def test_a_prefill_that_is_broken_off_leaves_nothing_behind(pair):
 @pytest.mark.parametrize("piece", [112, *slow(32, 2048)])
 def test_rows_of_a_batch_are_said_as_if_resident(pair, piece):
     """Also one of which nothing streams; the last piece is a partial one; and once more, rewound."""
-    prompts = [*PROMPTS, [7]]
-    expected = run_rounds(make_state(*pair, prompts), 40)
-    state = make_state(*pair, prompts, num_resident_layers=1, piece_tokens=piece)
+    prompts, sizes = [*PROMPTS, [7]], {"capacity": 576, "max_new_tokens": 60}
+    expected = run_rounds(make_state(*pair, prompts, **sizes), 40)
+    state = make_state(*pair, prompts, **sizes, num_resident_layers=1, piece_tokens=piece)
     assert run_rounds(state, 40) == expected
     state.rewind(512)
     assert run_rounds(state, 20) == [row[:20] for row in expected]

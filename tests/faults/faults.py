@@ -322,7 +322,7 @@ FAULTS = [
     Fault("prefix-of-another", "engine.prompt_cache:check_prefix", "keys and values of another engine are read",
           cond("engine", False), "reuse -k about_a_prefix"),
     Fault("common-length", "engine.prompt_cache:common_length", "another text's keys are taken for one's own",
-          result(lambda length: length + 16), "reuse -k 'common or prompts_of_a_call or keeps_its_turns'"),
+          result(lambda length: length + 16), "reuse -k keeps_its_turns"),
     Fault("keep-without-bos", "engine.keep:cut", "a prompt that was cut begins without its bos",
           given(bos_id=lambda bos: None), "keep"),
 
