@@ -107,16 +107,15 @@ class Enumerator:
             yield
 
 
-def joint_laws(state, shared, prompts, horizon=3, max_branches=200_000, together=False, kind=Enumerator):
+def joint_laws(state, shared, prompts, horizon=3, max_branches=200_000, together=False):
     """The law of the next `horizon` tokens after each prompt, {tokens: probability}, and how many branches it took.
 
     Args:
         state: prefilled and begun; row r holds prompts[r % len(prompts)].
         shared: modules that are not to be copied with the state.
         together: rows depend on each other: the law of the tokens of all rows is returned, as the only one.
-        kind: knows where randomness is met.
     """
-    enumerator = kind(horizon)
+    enumerator = Enumerator(horizon)
     kinds = 1 if together else len(prompts)  # of branches
     stacks = [[[]] for _ in range(kinds)]
     laws = [{} for _ in range(kinds)]

@@ -86,6 +86,12 @@ def config_json(family: str) -> dict:
     return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
 
 
+def edit(folder: Path, **fields) -> None:
+    """Changes fields of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
 def build_empty(config: dict) -> torch.nn.Module:
     """A transformers model without memory for its weights."""
     with torch.device("meta"):

@@ -1,6 +1,7 @@
 """`triforce.generate` keeps the engine that fits the call; `python -m triforce` ends as its command does."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -47,6 +48,33 @@ def test_the_module_ends_with_the_status_of_the_command():
     done = subprocess.run([sys.executable, "-m", "triforce", "--prompt", "", "--device", "cpu"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 2 and "prompt is empty" in done.stderr
+
+
+SCRIPT = """
+import sys, torch, triforce
+from triforce.config import Settings
+from triforce.engine.memory import plan_memory
+from triforce.decode.batch import Sizes
+engine = triforce.load("tiny", device="cpu")
+models = engine.target.config, engine.draft.config
+for options in ({}, dict(sampling="coupled", tree_size=512), dict(retrieval=False, draft_cache="full")):
+    for device in map(torch.device, ("cpu", "cuda")):
+        for more in ({}, {"shared": 1024}, {"resident_layers": 1}):
+            settings = Settings(**options).resolve(device, offload="resident_layers" in more)
+            sizes = Sizes(batch=1, capacity=4096, budget=512, vocab_size=64, **more)
+            assert plan_memory(*models, settings, sizes, torch.float16, device)
+print([name for name in ("sympy", "torch._inductor", "torch._dynamo") if name in sys.modules])
+stream = engine.stream("Call me", 200)
+print(next(stream) != "")
+"""
+
+
+def test_no_plan_imports_the_compiler_and_a_stream_that_is_open_at_the_end_leaves_nothing(tmp_path):
+    """Python closes it when nothing can be imported any more."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, "TRIFORCE_CACHE": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\nTrue\n", "")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and not path.stat().st_size]
 
 
 def test_an_unknown_option_is_found_before_anything_is_loaded(monkeypatch):

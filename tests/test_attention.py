@@ -1,6 +1,5 @@
 """Partial states and their merge, against one softmax over all keys in float64."""
 
-
 import pytest
 import torch
 

@@ -1,11 +1,24 @@
-"""Benchmarks that have no tests of their own run on the embedded pair, and write the rows that they promise."""
+"""Benchmarks on the embedded pair: widened models, prompts of data sets, and the rows that they promise."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import prompts
 import pytest
+import torch
+from prompts import SUMMARY, prompts_of, read_books
+from reference import dense_logits
+from widen import PADDING_LOGIT, SHAPES, save, widen
+
+import triforce
+from triforce.cli.request import read_items
+from triforce.errors import UserError
+from triforce.hf.checkpoint import load_model
+from triforce.hf.folders import TINY
+from triforce.hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,3 +44,88 @@ def test_it_writes_its_rows(command, key, expected, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row.get(key) for row in rows} == expected
+
+
+@pytest.mark.parametrize("part,shape", [
+    ("target", replace(SHAPES["llama-3.1-8b"], vocab_size=5000, dim=384, n_layer=9, n_head=16, n_kv_head=4,
+                       ffn_dim=704)),
+    ("draft", replace(SHAPES["llama-68m"], vocab_size=5000, dim=256, n_head=4, n_kv_head=4, ffn_dim=1024))])
+def test_logits_agree(part, shape):
+    small = load_model(TINY / "target" if part == "target" else TINY / "draft", "cpu", torch.float32)
+    big = widen(small, shape, dtype=torch.float32)
+    tokens = torch.randint(0, 4096, (2, 60), generator=torch.Generator().manual_seed(0))
+    expected, found = dense_logits(small, tokens), dense_logits(big, tokens)
+    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
+    assert (found[..., 4096:] < PADDING_LOGIT).all()
+    with pytest.raises(ValueError, match="does not fit"):
+        widen(small, replace(shape, dim=32))
+
+
+@pytest.mark.slow
+def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(tmp_path):
+    shape = replace(SHAPES["llama-2-7b"], vocab_size=4500, dim=384, n_layer=9, n_head=8, n_kv_head=8, ffn_dim=800)
+    draft = replace(SHAPES["llama-68m"], dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)
+    target, drafts = (save(small, to, tmp_path / name, vocab_size=4500, dtype=torch.float16) for small, to, name in
+                      ((TINY / "target", shape, "target"), (TINY / "draft", draft, "draft")))
+    engine = triforce.load(target, draft=drafts, device="cpu", dtype="float32", gamma=6)
+    assert engine.target.config.n_layer == 9 and engine.draft.config.dim == 256
+    ids = [engine.encode_prompt("It was the best of times, it was the worst of times. " * 5)]
+    expected = triforce.load("tiny", device="cpu").logits(ids)
+    torch.testing.assert_close(engine.logits(ids)[..., :4096], expected, rtol=0, atol=0.05)  # what float16 rounds
+    assert engine.generate(ids[0], 24, temperature=0.6, seed=0).stats.acceptance_rate["retrieval"] > 0.1
+    with pytest.raises(triforce.UserError, match="not empty"):
+        save(TINY / "target", shape, target)
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+
+BOOK = "A harbour lay behind the hill, and nobody had ever counted its boats. " * 30
+STORY = {"document": {"text": "xxxThe miller's cat was called Ottilie."}, "question": {"text": "What was it called?"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY / "target")
+
+
+def test_each_kind(tokenizer, monkeypatch):
+    """The beginnings of books; stretches of what comes later; a story once, however many questions there are."""
+    monkeypatch.setattr(prompts, "SKIPPED", 40)
+    ids = tokenizer.encode(BOOK)
+    assert list(prompts_of("gs", iter([BOOK, "too short"]), tokenizer, 100)) == [ids[:100]]
+    stretches = list(prompts_of("magicdec", iter([BOOK]), tokenizer, 100))
+    assert len(stretches) > 2 and stretches[1] == [tokenizer.bos_id, *ids[140:239]]
+    [asked] = prompts_of("lwm", iter([f"xxx{BOOK}"] * 2), tokenizer, 200)
+    text = tokenizer.decode(asked)
+    assert len(asked) == 200 and text.startswith(SUMMARY[0] + "A harbour") and text.endswith(SUMMARY[1])
+
+
+def test_files_of_each_form(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': 'one'})}\n\n{json.dumps(STORY)}\n")
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "c.content").write_text("three")
+    assert list(read_books(tmp_path / "a.jsonl")) == ["one", STORY["document"]["text"]]
+    assert list(read_books(tmp_path)) == ["two", "three"]
+
+
+@pytest.mark.parametrize("text", ['{"text": 3}', "3", '{"text"', '{"document": "a"}'])
+def test_a_line_without_a_text_is_named(text, tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{text}\n')
+    with pytest.raises(UserError, match="a.jsonl, line 2: needs a JSON object with a text"):
+        list(read_books(tmp_path / "a.jsonl"))
+
+
+def test_the_lines_are_prompts_of_the_command(tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text(BOOK)
+
+    def run(tokens):
+        monkeypatch.setattr(sys, "argv", ["prompts.py", "gs", str(tmp_path / "book.txt"), "--tokens", tokens, "--out",
+                                          str(tmp_path / "out.jsonl")])
+        prompts.main()
+
+    run("50")
+    [read] = read_items("--prompts", str(tmp_path / "out.jsonl"), "prompt")
+    assert BOOK.startswith(read["prompt"])
+    with pytest.raises(SystemExit, match="fewer --tokens"):
+        run("10000")

@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 from conftest import make_engine, slow
-from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, save
+from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, edit, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
@@ -101,7 +101,7 @@ def test_angles_of_published_shapes(fields):
     config["architectures"] = [ARCHITECTURES[config["model_type"]]]
     ours = RotaryEmbedding(config_from_hf(config))
     rotary = type(build_empty(config).model.rotary_emb)(AutoConfig.for_model(**config))
-    positions = torch.tensor([[0, 1, 4096, 99_999, 131_071]])
+    positions = torch.tensor([[0, 1, 4096, 131_071, 2**20 - 1]])
     cos, sin = rotary(torch.zeros(1), positions)  # [1, 5, rotary_dim], both halves alike
     pairs = cos.shape[-1] // 2
     half = ours.config.head_dim // 2
@@ -111,9 +111,8 @@ def test_angles_of_published_shapes(fields):
         assert (x[:, half + pairs :] == still).all()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5", "Qwen3", "Phi-4-mini", "GLM-4-9B"])
+@pytest.mark.parametrize("shards, kind", [(3, "safetensors"), (1, "bin"), (3, "bin")])  # one safetensors: above
+@pytest.mark.parametrize("family", ["SmolLM2", "Phi-4-mini", "GLM-4-9B"])
 def test_parity_of_layouts(family, shards, kind, tmp_path):
     theirs = build(family)
     folder = save(theirs, config_json(family), tmp_path, kind, shards)
@@ -203,11 +202,6 @@ def test_dtype(folder):
     edit(folder, torch_dtype="int4")
     with pytest.raises(UserError, match="'int4' is unknown.*bfloat16"):
         load_model(folder)
-
-
-def edit(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 def replace(name, tensor):

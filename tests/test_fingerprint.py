@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
-from widen import shard
 
 from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group
 
 WEIGHTS = "model.safetensors"
 
@@ -84,19 +80,6 @@ def test_of_a_model_in_memory():
     assert len(seen) == 1 + len(list(model.parameters()))
     model.config = replace(model.config, rope_theta=7.0)
     assert weights_fingerprint(model) not in seen
-
-
-def rank(index: int, count: int, folder) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks{count}", rank=index, world_size=count)
-    part = shard(Transformer.random(CONFIG, seed=3), Group(index, count, dist.group.WORLD.group_name))
-    (folder / f"{count}.{index}").write_text(weights_fingerprint(part))
-    dist.destroy_process_group()
-
-
-def test_ranks_have_one(tmp_path):
-    """Of the weights of all of them."""
-    processes.start_processes(rank, (2, tmp_path), nprocs=2, start_method="fork")
-    assert len({(tmp_path / f"2.{index}").read_text() for index in range(2)}) == 1
 
 
 def test_the_name_of_a_model(tmp_path):

@@ -1,13 +1,12 @@
 """Weights in fp8: every layout against the reference dequantisation, and all that is promised of a model, of these."""
 
-import json
 from dataclasses import replace
 
 import families
 import pytest
 import torch
-from conftest import bits, make_state, random_prompt, slow
-from families import build, config_json
+from conftest import VOCAB, bits, make_state, random_prompt, run_rounds, slow
+from families import build, config_json, edit
 from float8_folders import BLOCKS, COMPRESSED, GROUP, LAYOUTS, compressed, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file
@@ -19,10 +18,11 @@ from triforce.cpu import Linear
 from triforce.decode.plan import AUTOREGRESSION
 from triforce.engine import memory
 from triforce.errors import UserError
-from triforce.fp8 import FP8, ScaledLinear
+from triforce.fp8 import FP8, ScaledLinear, copy_bytes, fp8_copy
 from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 from triforce.hf.fingerprint import weights_fingerprint
+from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
 LARGE = {"hidden_size": 320, "intermediate_size": 448, "head_dim": 80}  # blocks of 128 end in the midst of all of these
@@ -78,13 +78,6 @@ def test_weights_and_logits_are_those_of_the_reference(family, layout, tmp_path)
 @pytest.fixture
 def blocks(tmp_path):
     return made("Llama 3", "blocks", tmp_path)[0]
-
-
-def edit(folder, quantization: dict | None = None, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    if quantization is not None:
-        fields["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 # -- weights="fp8" ----------------------------------------------------------------------------------------------------
@@ -241,7 +234,7 @@ def group_with(**fields) -> dict:
       for wrong in (128, [128.5, 128.0], {"a": 1, "b": 2}, [128], [0, 128], [True, True])),
     ({**BLOCKS, "modules_to_not_convert": ["re:["]}, "quantization_config has a field of the wrong kind")])
 def test_what_is_no_fp8_is_refused_by_its_key(blocks, quantization, words):
-    edit(blocks, quantization)
+    edit(blocks, quantization_config=quantization)
     with pytest.raises(UserError, match=f"config.json.* {words}") as caught:
         read_config(blocks)
     assert "\n" not in str(caught.value)
@@ -272,7 +265,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     (change(DOWN, torch.zeros(320, 448)), f"{DOWN} is torch.float32 .* implies fp8 of shape"),
     (change(DOWN, torch.zeros(320, 448).to(torch.float8_e5m2)), f"{DOWN} is torch.float8_e5m2 .* implies fp8"),
     (change("lm_head.weight", torch.zeros(96, 320).to(FP8)), "lm_head.weight is torch.float8_e4m3fn .* implies wider"),
-    (lambda folder: edit(folder, {}), "down_proj.weight is torch.float8_e4m3fn .* implies wider"),
+    (lambda folder: edit(folder, quantization_config={}), "down_proj.weight is torch.float8_e4m3fn .* implies wider"),
 ])
 def test_checkpoints_that_do_not_fit(blocks, fault, words):
     fault(blocks)
@@ -284,10 +277,46 @@ def test_checkpoints_that_do_not_fit(blocks, fault, words):
 def test_what_does_not_go_with_fp8(blocks, tmp_path):
     with pytest.raises(UserError, match="must be 'fp8' or 'wide'"):
         triforce.load("tiny", device="cpu", weights="int8")
-    with pytest.raises(UserError, match="draft_dtype 'fp8' copies wider weights, and this target's are fp8 already"):
-        triforce.load("tiny", device="cpu", weights="fp8", draft_dtype="fp8")
+    for options, words in (({"weights": "fp8"}, "'fp8' copies wider weights, and this target's are fp8 already"),
+                           ({}, "'fp8' needs a CUDA GPU"), ({"retrieval": False}, "retrieval=False leaves out"),
+                           ({"draft_dtype": "int4"}, "must be 'fp8'")):
+        with pytest.raises(UserError, match=words):
+            triforce.load("tiny", device="cpu", **{"draft_dtype": "fp8", **options})
     with pytest.raises(UserError, match="is quantized, and no dtype can be given"):
         convert(blocks, tmp_path / "out", "bfloat16")
     out = convert(blocks, tmp_path / "out")
     for found, expected in zip(load_model(out).parameters(), load_model(blocks).parameters(), strict=True):
         assert torch.equal(found.float(), expected.float())
+
+
+def test_weights_are_near_and_the_rest_is_shared():
+    config = ModelConfig(64, 32, 2, 4, 2, 16, 48, qkv_bias=True, qk_norm=True)
+    target = Transformer.random(config, std=0.3)
+    copy = fp8_copy(target)
+    assert copy.embedding is target.embedding and copy.output is target.output and copy.norm is target.norm
+    assert copy_bytes(config) == sum(x.nbytes for x in copy.parameters() if x.dtype == FP8)
+    for mine, theirs in zip(copy.layers, target.layers, strict=True):
+        assert mine.attention.q_norm is theirs.attention.q_norm and mine.attention.k_norm is theirs.attention.k_norm
+        assert mine.attention_norm is theirs.attention_norm and mine.attention.qkv.bias is theirs.attention.qkv.bias
+        for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+            quantized, linear = mine.get_submodule(name), theirs.get_submodule(name)
+            assert isinstance(quantized, ScaledLinear)
+            assert (quantized.widened(torch.float32) - linear.weight).norm() / linear.weight.norm() < 0.04
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_drafted_in_fp8_is_accepted(dtype):
+    """Also with a layer that adds nothing, as models have that were made deeper: its matrices are zeros."""
+    config = ModelConfig(VOCAB, 64, 3, 4, 2, 16, 128, max_position_embeddings=4096)
+    target = Transformer.random(config, std=0.1, dtype=dtype)
+    for linear in (target.layers[1].attention.out, target.layers[1].mlp.down):
+        linear.weight.zero_()
+    copy = fp8_copy(target)
+    assert all(x.float().isfinite().all() for x in copy.parameters())
+    rates = []
+    for drafting in (None, copy):
+        state = make_state(target, None, [random_prompt(200)], budget=512, drafting=drafting, gamma=4,
+                           sampling={"temperature": 0.8})
+        run_rounds(state, 80)
+        rates.append(state.hierarchy.acceptance_rates()[0]["full"])
+    assert rates[0] > 0.95 and rates[1] > 0.85

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import make_engine, random_prompt, slow
 
 import triforce
 from triforce import cli
@@ -97,8 +97,8 @@ def test_the_command_line_keeps_the_question(chat, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.parametrize("more", [
-    [], ["--question", "Which word is the last?"], ["--num-samples", "2"], ["--questions", "FILE"], ["--chat"],
-    ["--system", "1 2 3 4 5 6"], ["--chat", "--questions", "FILE"]])
+    ["--question", "Which word is the last?"], ["--num-samples", "2"], ["--system", "1 2 3 4 5 6"],
+    ["--chat", "--questions", "FILE"], *slow([], ["--questions", "FILE"], ["--chat"])])
 def test_a_length_that_is_advised_fits(more, tmp_path, capsys):
     """Beside the longest question, and what a template puts around it. So does what --keep leaves."""
     files = {"FILE": tmp_path / "questions", "TEMPLATE": tmp_path / "chat.jinja"}

@@ -1,8 +1,6 @@
 """A prefill that is kept in a file while it is done: broken off and gone on with, it is the one of one go."""
 
-import copy
 import os
-import pickle
 import shutil
 from dataclasses import asdict
 from datetime import datetime
@@ -22,19 +20,6 @@ from triforce.model import Transformer
 
 DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """(first, tokens) of what goes through the target's prefill."""
-    seen, prefill = [], Transformer.prefill
-
-    def noted(self, tokens, blocks, *args, **how):
-        seen.append((blocks[0][2].start, tokens.shape[1]))
-        return prefill(self, tokens, blocks, *args, **how)
-
-    monkeypatch.setattr(Transformer, "prefill", noted)
-    return seen
 
 
 def write_file(path, sizes: dict, about: dict, tokens=DOCUMENT[:100]) -> None:
@@ -108,18 +93,6 @@ def test_a_file_of_other_intervals(pair, tmp_path):
     engine = make_engine(*pair, **wide)
     book = engine.prefill(DOCUMENT, keep=file)
     assert 0 < book.num_read == book.num_shared < kept.num_shared and len(engine.open(file)) == len(DOCUMENT)
-
-
-def test_the_command_line(tmp_path, capsys):
-    file, text = tmp_path / "book.prefix", tmp_path / "book.txt"
-    text.write_text("Call me Ishmael. " * 400)
-    flags = ["--prompt-file", str(text), "--save-prefix", str(file), "--save-every", "1024", "--device", "cpu"]
-    engine = triforce.load("tiny", device="cpu")
-    ids = engine.encode_prompt(text.read_text())
-    engine.prefill(ids[:1100], keep=file)  # as a run that was broken off leaves it
-    assert cli.main(flags) == 0
-    assert f"has {len(ids):,} tokens, 1,024 of them from" in capsys.readouterr().err
-    assert len(engine.open(file)) == len(ids)
 
 
 def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
@@ -228,11 +201,3 @@ def test_it_is_said_if_nothing_of_a_document_serves(tmp_path, capsys, caplog):
     for more, said in (([], 0), (["--chat-template-kwargs", '{"style": "Brief: "}'], 1)):
         assert cli.main([*flags, *more]) == 0
         assert caplog.text.count("are computed anew with each question, since") == said
-
-
-def test_neither_documents_nor_conversations_are_pickled(pair):
-    engine = make_engine(*pair, **SETTINGS)
-    book = engine.prefill(DOCUMENT)
-    for made, one in ((pickle.dumps, book), (copy.deepcopy, book), (pickle.dumps, object.__new__(conversation.Chat))):
-        with pytest.raises(UserError, match="cannot be pickled or copied"):
-            made(one)

@@ -144,19 +144,19 @@ WAYS = ["draft + view", "draft model", "retrieval view", "n-grams"]
 
 
 def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--new", "12")
+    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "500", "--new", "6")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and told["passed"] and told["begun_anew"] == 0
     checks = {"logits", *(f"greedy, {way}" for way in WAYS)}
-    assert records.keys() == checks | {"times, 200", "times, 700"}
+    assert records.keys() == checks | {"times, 200", "times, 500"}
     assert {name for name, record in records.items() if record["passed"]} == checks
     logits = records["logits"]
-    assert logits["tokens"] == 700 and 0 < logits["mean_difference"] < logits["max_difference"] < logits["max_allowed"]
+    assert logits["tokens"] == 500 and 0 < logits["mean_difference"] < logits["max_difference"] < logits["max_allowed"]
     for way in WAYS:
         assert records[f"greedy, {way}"]["drafted"] >= records[f"greedy, {way}"]["kept"] > 0, way
-    for length in (200, 700):
+    for length in (200, 500):
         times = records[f"times, {length}"]
-        assert times["prefill"] > 0 and times["on_ms"] > 0 and times["off_ms"] > 0 and times["new_tokens"] == 12
+        assert times["prefill"] > 0 and times["on_ms"] > 0 and times["off_ms"] > 0 and times["new_tokens"] == 6
     assert "**All is well**" in page and "- greedy, retrieval view: ok. 16 tokens, " in page
 
 
@@ -202,7 +202,6 @@ def folders(tmp_path_factory):
                "word": lambda: model.model.embed_tokens.weight[ids[word]].add_(0.5),
                "nan": lambda: [weight[5, 3].fill_(torch.nan) for weight in (model.model.layers[1].mlp.down_proj.weight,
                                                                             model.lm_head.weight)],
-               "nan output": lambda: model.lm_head.weight[ids[word]].fill_(torch.nan),
                "large": lambda: model.model.embed_tokens.weight[ids[word]].fill_(torch.inf),
                "overflow": lambda: model.model.layers[2].mlp.down_proj.weight.mul_(1e7)}
     with torch.no_grad():
@@ -231,7 +230,7 @@ def test_a_damaged_layer_is_a_failure(folders, brief, capsys, tmp_path):
     assert "**NOT all is well**" in page and "- logits: FAILED" in page
 
 
-@pytest.mark.parametrize("last", [300, 280, 64])
+@pytest.mark.parametrize("last", [300, 64])
 def test_the_position_where_logits_part(folders, last, monkeypatch):
     """Of a text that transformers computes in one go, or in stretches."""
     made, word = folders
@@ -248,7 +247,6 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
 @pytest.mark.parametrize("damaged,dtype,where,cause", [
     ("nan", "float32", "from layers.1.mlp.down on, at position 0 of", "weights of it are not finite"),
     ("large", "float32", "from embedding on, at position WORD of", "weights of it are not finite"),
-    ("nan output", "float32", "from output on, at position 0 of", "weights of it are not finite"),
     ("overflow", "float16", "from layers.2.mlp.down on, at position 0 of", "")])
 def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dtype, where, cause, capsys, tmp_path):
     """And nothing is timed that says nothing."""

@@ -63,8 +63,6 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     assert off.levels == ["target"] * 9
 
 
-
-
 def test_a_stream_tells_the_levels_of_its_pieces():
     engine = triforce.load("tiny", device="cpu", gamma=6)
     stream, spans = engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True, stop="four five"), []

@@ -1,19 +1,14 @@
-"""What `load` makes of what it was not told, and of what does not go together."""
-
-from dataclasses import replace
+"""What `load` makes of what it was not told, what does not go together, and what an engine plans for a call."""
 
 import pytest
-import torch
-from conftest import random_pair
+from conftest import make_engine, random_pair, random_prompt
 
 import triforce
-from triforce.cli.plan import Job, Machine, need
-from triforce.config import Placement, Settings
+from triforce.config import Settings
 from triforce.engine import memory
 from triforce.engine.engine import Engine
 from triforce.errors import UserError
-from triforce.hf.checkpoint import read_config
-from triforce.hf.folders import TINY
+from triforce.model import ModelConfig, Transformer
 
 
 def test_defaults_on_a_cpu():
@@ -81,28 +76,6 @@ def test_settings_are_resolved_by_device():
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
 
 
-def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
-    """`load`, the caches and plans of memory tell the settings how many query heads share a KV head."""
-    told, resolve = [], Settings.resolve
-
-    def resolved(self, *args, **more):
-        told.append(more["query_group"])
-        return resolve(self, *args, **more)
-
-    monkeypatch.setattr(Settings, "resolve", resolved)
-    target, draft = random_pair()
-    engine = Engine(target, None, draft, settings=Settings(gamma=3))
-    engine.buffers.settings_for(3, shared=True)
-    need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
-    assert told == [2, 2, 2]
-    config = replace(read_config(TINY / "target"), n_kv_head=1)
-    monkeypatch.setattr("triforce.hf.checkpoint.read_config", lambda *args: config)
-    monkeypatch.setattr(memory, "available", lambda device: 2**20)
-    with pytest.raises(UserError, match="target weights"):
-        triforce.load("tiny", device="cpu")
-    assert told[3:] == [4]
-
-
 def test_what_a_draft_keeps():
     """Below a retrieval level no more than a window; without one what it is told."""
     for settings, cache, keeps, has_view in (
@@ -114,10 +87,46 @@ def test_what_a_draft_keeps():
         assert (resolved.draft_cache, resolved.draft_attends_to, resolved.has_view) == (cache, keeps, has_view)
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"gamma": True}, "gamma .True. must be a whole number"), ({"draft_sink": False}, "draft_sink .False. must"),
-    ({"gamma_inner": 8}, "gamma_inner .8. must be between 1 and block_size - 1 .7."),
-    ({"ngram": True}, "ngram is not a known setting"), ({"auto": True}, "auto is not a known setting")])
-def test_settings_that_nobody_can_mean(options, words):
-    with pytest.raises(UserError, match=words):
-        triforce.load("tiny", device="cpu", **{"block_size": 8, **options})
+def engine_of(pair, **more) -> Engine:
+    return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
+
+
+@pytest.mark.parametrize("offload, budgets", [
+    (False, {10: 1024, 16_384: 1024, 40_000: 1280, 65_536: 2048, 120_000: 3840, 10**6: 4096}),
+    (True, {10: 1024, 16_384: 1024, 40_000: 2560, 65_536: 4096, 120_000: 7680, 10**6: 8192})])
+def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
+    engine = engine_of(pair, offload=offload)
+    assert {length: engine.resolve_budget(length) for length in budgets} == budgets
+    alone = engine_of(pair, retrieval=False, draft_cache="snapkv")  # a draft model has a view for each row
+    assert alone.resolve_budget(10**6, sharing=8) == alone.resolve_budget(10**6) > 0
+    for rows in (2, 8):  # that read one view of what they share
+        assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
+
+
+def test_budgets_that_are_given(pair):
+    assert engine_of(pair, budget=64).resolve_budget(10**6) == engine_of(pair, budget=64).resolve_budget(
+        10**6, sharing=8) == 64
+    engine = engine_of(pair, budget=0.25)
+    assert [engine.resolve_budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
+    assert make_engine(pair[0], retrieval=False).resolve_budget(1000) == 0
+    for budget in (5000, 0.9):  # no more than a row has room for, in whole chunks
+        settings = make_engine(*pair, budget=budget).settings
+        chunk = settings.chunk_size
+        assert settings.view_tokens(5000, room=1001) == -(-1001 // chunk) * chunk < settings.view_tokens(5000)
+
+
+def test_ids_that_the_draft_does_not_know_are_refused(pair):
+    small = Transformer.random(ModelConfig(40, 16, 1, 2, 2, 8, 32), seed=1, std=0.3)
+    engine = engine_of((pair[0], small), budget=64)
+    assert engine.vocab_size == 40
+    with pytest.raises(UserError, match="token id 50 is outside the vocabulary of 40"):
+        engine.generate([1, 50], 4)
+    tokens = engine.generate(random_prompt(50, vocab_size=40), 60, temperature=3.0, top_p=1.0).tokens
+    assert len(tokens) == 60 and max(tokens) < 40
+
+
+def test_the_progress_of_a_batch(pair):
+    engine = engine_of(random_pair(), budget=64, max_batch_size=2)
+    shares = []
+    engine.generate([random_prompt(100), random_prompt(200)], 4, on_prefill=shares.append)
+    assert shares == sorted(set(shares)) and shares[-1] == 1 and 0.5 in shares and 0 < shares[0] <= 0.5

@@ -3,7 +3,6 @@
 No promise of one module. What a GPU's kernels do at that length is not seen here.
 """
 
-import pytest
 import torch
 from conftest import VOCAB
 
@@ -12,46 +11,24 @@ from triforce.cpu import PackedPrefix
 from triforce.decode.drafters.ngram import NgramDrafter
 from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import Tape
-from triforce.model import ModelConfig, RotaryEmbedding
 from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
 
 MILLION = 2**20
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 3_580_165_449.0])  # Llama-2, Llama-3, Llama-3-1048k
-def test_angles(theta):
-    """Those of float32 positions and frequencies, as checkpoints were trained with: the fastest pairs are off by up to
-    2**-24 of a million radians."""
-    config = ModelConfig(VOCAB, 64, 1, 1, 1, 64, 64, rope_theta=theta, max_position_embeddings=MILLION)
-    positions = torch.tensor([[0, 131_071, 131_072, MILLION - 2, MILLION - 1]])
-    cos, sin = RotaryEmbedding(config)(positions)
-    frequency = theta ** (-torch.arange(0, 64, 2).double() / 64)
-    angle = positions[0, :, None].double() * frequency
-    assert (cos[0, :, :32].double() - angle.cos()).abs().max() < 0.1
-    assert (sin[0, :, 32:].double() - angle.sin()).abs().max() < 0.1
-    as_trained = positions[0, :, None].float() * (1.0 / theta ** (torch.arange(0, 64, 2).float() / 64))
-    torch.testing.assert_close(cos[0, :, :32], as_trained.cos(), rtol=0, atol=1e-5)
-    assert not torch.equal(cos[0, 3], cos[0, 4])  # neighbours are told apart
-
-
-@pytest.mark.parametrize("how", ["kernel", "packed", "masked"])
-def test_attention_over_a_million_keys(how):
-    """Against float64, with a key that outweighs all others near the end."""
+def test_attention_over_a_million_keys():
+    """Against float64, with a key that outweighs all others near the end: by a kernel, with a mask, and packed."""
     generator = torch.Generator().manual_seed(0)
     q, (k, v) = torch.randn(1, 1, 4, 16, generator=generator), torch.randn(2, 1, 1, MILLION, 16, generator=generator)
     k[0, 0, MILLION - 3] = 12 * q[0, 0, 0]
     scores = (q.double() @ k.double().transpose(-1, -2)) * 0.25
     expected = scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
-    if how == "packed":
-        found = PackedPrefix(k[0], v[0]).dense(q)
-    elif how == "masked":
-        found = attention.masked(q, k, v, torch.zeros(1, 1, 4, MILLION))
-    else:
-        found = attention.dense(q, k, v)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, MILLION - 3], rtol=1e-2, atol=1e-2)
+    for found in (attention.dense(q, k, v), attention.masked(q, k, v, torch.zeros(1, 1, 4, MILLION)),
+                  PackedPrefix(k[0], v[0]).dense(q)):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, MILLION - 3], rtol=1e-2, atol=1e-2)
 
 
 def test_a_look_up_finds_the_latest_match_of_a_million():

@@ -4,6 +4,7 @@ import random
 
 import torch
 
+import triforce
 from triforce.decode.drafters.ngram import NgramDrafter, NgramMeter
 from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import Tape
@@ -57,15 +58,11 @@ def test_the_meter_knows_a_quote():
     assert NgramMeter([5]).rate < 0.2
 
 
-def test_repeated_text_is_copied(embedded_engine):
+def test_repeated_text_is_copied():
     """A greedy small model loops sooner or later; then nearly every proposal is kept, and the text is the same."""
-    import triforce
-
     engine = triforce.load("tiny", device="cpu", draft="ngram", retrieval=False, gamma=6)
-    prompt = "one two three four five six seven eight nine ten. " * 8
-    out = engine.generate(prompt, 120, temperature=0.0, ignore_eos=True)
-    assert out.tokens == embedded_engine.generate(prompt, 120, temperature=0.0, ignore_eos=True).tokens
-    assert out.stats.target_forwards < 90
+    prompt, law = "one two three four five six seven eight nine ten. " * 8, {"temperature": 0.0, "ignore_eos": True}
+    out = engine.generate(prompt, 80, **law)
+    assert out.tokens == engine.generate(prompt, 80, speculate=False, **law).tokens
+    assert out.stats.target_forwards < 65
     assert 0 < out.stats.acceptance_rate["full"] <= 1
-    hot = engine.generate(prompt, 32, temperature=1.0, seed=0, ignore_eos=True)
-    assert hot.tokens == engine.generate(prompt, 32, temperature=1.0, seed=0, ignore_eos=True).tokens

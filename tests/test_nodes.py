@@ -240,20 +240,6 @@ def test_a_tree_takes_the_place_of_leaves():
     assert (made.tree, made.leaves_inner) == (TokenTree(16, 0, 64), 3)
 
 
-def test_the_fastest_autoregression_has_one_row():
-    """Also in an engine whose verifies check trees: it is what speed-ups are over."""
-    engine = make_engine(*random_pair(), sampling="coupled", tree_size=32, flush_interval=32, budget=64)
-    rows, law = [], {"temperature": 1.0, "seed": 3}
-    engine.generate(random_prompt(80), 8, **law)
-    engine.target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
-    one = engine.generate(random_prompt(80), 40, speculate=False, one_row=True, logprobs=0, **law)
-    assert set(rows) == {1} and engine.buffers.state.num_flushes == 1
-    rows.clear()
-    padded = engine.generate(random_prompt(80), 40, speculate=False, logprobs=0, **law)
-    assert set(rows) == {32} and padded.tokens == one.tokens
-    assert [a.logprob for a in one.logprobs] == pytest.approx([b.logprob for b in padded.logprobs], abs=1e-3)
-
-
 def test_tokens_of_a_tree_say_who_proposed_them():
     engine = make_engine(*random_pair(std=0.15), sampling="coupled", tree_size=32, flush_interval=32, budget=64,
                          draft_cache="streaming", gamma=7)

@@ -8,6 +8,7 @@ import torch
 from conftest import (
     assert_view_holds_its_selection,
     bits,
+    make_engine,
     make_state,
     positions_in_view,
     random_pair,
@@ -22,6 +23,7 @@ from triforce.errors import UserError
 
 CONTEXT, NEW = 640, 80
 PROMPTS = [random_prompt(310), random_prompt(205, seed=1), random_prompt(450, seed=2)]
+SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,10 @@ def test_greedy_bits_do_not_depend_on_drafting(models, resident, piece):
 def test_one_piece_gives_the_bits_of_a_resident_prefix(models):
     """The same split points: nothing else may differ. (A selection comes a verify later, so drafts are others.)"""
     drawn = {"sampling": {"temperature": 0.8, "top_p": 0.9}}
-    for more, how in (({}, {}), (drawn, {"plan": AUTOREGRESSION})):
+    for more, how, layers in (({}, {}, 0), (drawn, {"plan": AUTOREGRESSION}, 1)):
         resident = bits(state_of(models, **more), NEW, **how)[:2]
-        for layers in (0, 1):
-            state = state_of(models, num_resident_layers=layers, piece_tokens=2048, **more)
-            assert bits(state, NEW, **how)[:2] == resident
+        state = state_of(models, num_resident_layers=layers, piece_tokens=2048, **more)
+        assert bits(state, NEW, **how)[:2] == resident
 
 
 def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
@@ -78,19 +79,10 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     assert plain >= 2 and state.num_flushes >= 1
 
 
-def test_ragged_rows_are_said_as_if_resident(models):
-    prompts = [random_prompt(300), random_prompt(33, seed=1), [7], random_prompt(1000, seed=2)]
-    expected = run_rounds(state_of(models, prompts), 100)
-    assert run_rounds(state_of(models, prompts, num_resident_layers=0, piece_tokens=128), 100) == expected
-
-
-@pytest.mark.parametrize("length", [5, 73])
-def test_a_prompt_shorter_than_an_interval(length):
+def test_a_prompt_shorter_than_an_interval(models):
     """Nothing of it streams: all of it lies in the tail until it grows."""
-    ids, said = list(range(300, 300 + length)), []
-    for options in ({"offload": True}, {}):
-        engine = triforce.load("tiny", device="cpu", flush_interval=128, **options)
-        said += [engine.generate(ids, 150, temperature=0.0, speculate=speculate).tokens for speculate in (True, False)]
+    said = [run_rounds(state_of(models, [random_prompt(73)], flush_interval=128, **where), 80, **how)
+            for where in ({"num_resident_layers": 0}, {}) for how in ({}, {"plan": AUTOREGRESSION})]
     assert said.count(said[0]) == 4
 
 
@@ -109,7 +101,7 @@ def test_prefill_appends_to_what_lies_on_the_host(models):
     assert run_rounds(state, 60) == run_rounds(fresh, 60)
 
 
-@pytest.mark.parametrize("piece", [64, 320, 2048])
+@pytest.mark.parametrize("piece", [64, *slow(320, 2048)])
 def test_gathering_takes_what_was_selected(models, piece):
     """The view after a verify that gathers is the one that a resident cache has at once."""
     resident = state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6)
@@ -132,11 +124,10 @@ def test_gathering_takes_what_was_selected(models, piece):
         same_views(state, resident)
 
 
-@pytest.mark.parametrize("piece", [64, 192])
-def test_each_row_of_a_batch_gathers_its_own(models, piece):
+def test_each_row_of_a_batch_gathers_its_own(models):
     """Those that await it, from their own tokens; the others' views stay as they are."""
     prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
-    state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=piece)
+    state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=64)
     view = state.hierarchy.view
     state.round()
     for rows in ([0, 1, 2], [1], [0, 2]):
@@ -162,23 +153,23 @@ def same_views(state, resident):
 
 
 def test_load_offloads(caplog):
-    ids = random_prompt(1300, vocab_size=4096)  # a view holds 1,024 of them
+    ids = random_prompt(400, vocab_size=4096)  # a view holds 256 of them
     caplog.set_level("INFO", logger="triforce")
-    options = {"max_new_tokens": 24, "temperature": 0}
-    expected = triforce.load("tiny", device="cpu").generate(ids, **options).tokens
+    options, made = {"max_new_tokens": 12, "temperature": 0}, {"device": "cpu", "budget": 256}
+    expected = triforce.load("tiny", **made).generate(ids, **options).tokens
     for more, resident in (({}, 0), ({"num_resident_layers": 3}, 3), ({"resident_memory": "20GiB"}, 8)):
-        engine = triforce.load("tiny", device="cpu", offload=True, **more)
+        engine = triforce.load("tiny", **made, offload=True, **more)
         assert engine.generate(ids, **options).tokens == expected
         assert f"KV cache: {resident} of 8 layers on cpu" in caplog.text
         caplog.clear()
-    triforce.load("tiny", device="cpu", offload="auto").generate(ids, **options)
+    triforce.load("tiny", **made, offload="auto").generate(ids, **options)
     assert "KV cache: 8 of 8 layers on cpu, 0.00 GiB in host memory" in caplog.text
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
-def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, states):
-    engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
+def test_a_device_that_runs_out_leaves_the_engine_usable(pair, monkeypatch, error, states):
+    engine = make_engine(*pair, offload=True, **SIZES)
     prompt = random_prompt(300)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
     rounds = []
@@ -218,26 +209,27 @@ def test_memory_that_the_system_refuses_is_no_traceback():
     assert "ran out of memory" in middle and after == "4"
 
 
-def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
-    engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
-    prompt = random_prompt(1500)
+def test_a_prefill_that_is_broken_off_leaves_nothing_behind(pair):
+    engine = make_engine(*pair, offload=True, prefill_chunk_size=64, **SIZES)
+    prompt = random_prompt(400)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
 
     def interrupt(share):
         if share > 0.3:
             raise KeyboardInterrupt
 
-    other = random_prompt(1400, seed=5)
+    other = random_prompt(350, seed=5)
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(other, 20, on_prefill=interrupt))
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
 
 
 @pytest.mark.parametrize("piece", [112, *slow(32, 2048)])
-def test_rows_of_a_batch(pair, piece):
-    """No row is so short that all of the pieces are masked; the last piece is a partial one; and once more, rewound."""
-    expected = run_rounds(make_state(*pair, PROMPTS), 40)
-    state = make_state(*pair, PROMPTS, num_resident_layers=1, piece_tokens=piece)
+def test_rows_of_a_batch_are_said_as_if_resident(pair, piece):
+    """Also one of which nothing streams; the last piece is a partial one; and once more, rewound."""
+    prompts, sizes = [*PROMPTS, [7]], {"capacity": 576, "max_new_tokens": 60}
+    expected = run_rounds(make_state(*pair, prompts, **sizes), 40)
+    state = make_state(*pair, prompts, **sizes, num_resident_layers=1, piece_tokens=piece)
     assert run_rounds(state, 40) == expected
     state.rewind(512)
     assert run_rounds(state, 20) == [row[:20] for row in expected]

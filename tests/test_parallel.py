@@ -3,20 +3,22 @@
 Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
 """
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import slow
+from families import build, config_json, save
+from widen import shard
 
 from triforce import cli
 from triforce.engine.loading import check_draft_ranks
 from triforce.errors import UserError
+from triforce.hf.checkpoint import load_model
+from triforce.hf.names import cut
 from triforce.model import ModelConfig
 from triforce.parallel import Group, from_environment, shard_config
 
@@ -75,36 +77,6 @@ def test_draft_ranks_are_checked():
         check_draft_ranks([0], group, None)
 
 
-def read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # a process that has just ended
-        return ""
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_others():
-    command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
-    launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL,
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline, ranks = time.monotonic() + 60, []
-        while len(ranks) < 2 and time.monotonic() < deadline:
-            time.sleep(0.5)
-            ranks = [int(status.parent.name) for status in Path("/proc").glob("[0-9]*/status")
-                     if f"PPid:\t{launcher.pid}\n" in read(status)]
-        assert len(ranks) == 2
-        time.sleep(5)  # into the prefill
-        os.kill(ranks[-1], signal.SIGKILL)
-        killed = time.monotonic()
-        launcher.wait(timeout=70)
-        assert launcher.returncode != 0 and time.monotonic() - killed < 60
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-
-
 def test_a_share_of_a_config():
     local = shard_config(CONFIG, Group(1, 2, ""))
     assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
@@ -139,3 +111,27 @@ def test_a_rank_without_others_is_no_rank(monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert cli.main(["--foo"]) == 2
     assert capsys.readouterr().err.startswith("error: --foo is not a known flag")
+
+
+@pytest.mark.parametrize("family", ["Qwen3, biases", "Phi-4-mini", "GLM-4-9B"])
+def test_a_rank_reads_its_share_of_a_checkpoint(family, tmp_path):
+    """Also of tensors that hold several layers' rows, and of heads whose dimensions are put in order."""
+    config = {**config_json(family), "num_key_value_heads": 2}
+    folder = save(build(family, num_key_value_heads=2), config, tmp_path)
+    whole = load_model(folder)
+    for rank in range(2):
+        group = Group(rank, 2, "")
+        read, cut_out = load_model(folder, group=group), shard(whole, group)
+        assert read.config == cut_out.config and read.config.n_kv_head == 1
+        for found, expected in zip(read.parameters(), cut_out.parameters(), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_what_a_rank_gets_of_a_tensor():
+    """A bias that is added before a sum is rank 0's, and the last share of the words may be shorter."""
+    bias, words = torch.ones(32), torch.arange(65.0)[:, None].expand(65, 4)
+    for name in ("model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"):
+        assert [float(cut(name, bias, (32,), Group(rank, 2, "")).sum()) for rank in range(2)] == [32, 0]
+    shares = [cut("lm_head.weight", words, (17, 4), Group(rank, 4, "")) for rank in range(4)]
+    assert torch.equal(torch.cat(shares), words) and [len(share) for share in shares] == [17, 17, 17, 14]
+    assert [len(cut("lm_head.weight", words[:9], (3, 4), Group(rank, 4, ""))) for rank in range(4)] == [3, 3, 3, 0]

@@ -19,7 +19,6 @@ from triforce.attention import dense, merge, merge_parts, parts_of_keys
 from triforce.cache import blocks
 from triforce.cache.views import COMMON, RetrievalView
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
-from triforce.engine.prompt_cache import common_length
 
 DOCUMENT = random_prompt(200)
 PROMPTS = [DOCUMENT + random_prompt(count, seed=seed) for seed, count in enumerate((3, 40, 12))]
@@ -210,12 +209,6 @@ def test_parts_of_the_keys_merge_to_the_whole():
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys
-
-
-def test_common_length():
-    assert common_length([1, 2, 3]) == 3 and common_length([1, 2, 3], [1, 2, 4], [1, 2]) == 2
-    for count in range(9):
-        assert common_length(list(range(8)), [*range(count), *[99] * (8 - count)][:8]) == min(count, 8)
 
 
 @pytest.mark.quick

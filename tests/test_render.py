@@ -149,7 +149,7 @@ def test_spans_of_a_growing_text():
     assert spans(text, 5) == [("g", "retrieval")] and spans(text) == []
 
 
-FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "40", "--device", "cpu", "--gamma", "6",
+FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "24", "--device", "cpu", "--gamma", "6",
          "--temperature", "0", "--ignore-eos", "--no-compare"]
 
 

@@ -1,15 +1,19 @@
-"""On a CPU: threads for the cores that other programs leave, and the same bits whatever their number."""
+"""Threads for the cores that other programs leave, the same bits whatever their number; and streams of a GPU that is
+made up. What a real GPU does: test_cuda.py."""
 
+import contextlib
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import slow
+from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
-from triforce.runtime import threads
+from triforce.runtime import streams, threads
+from triforce.runtime.streams import ComputeStream
 from triforce.runtime.threads import Threads
 
 CPU = torch.device("cpu")
@@ -67,17 +71,17 @@ def test_what_others_take(monkeypatch, tmp_path):
 
 
 def test_generations_and_prefills_have_threads_for_free_cores(four, world):
-    engine, seen = triforce.load("tiny", device="cpu", gamma=3), []
+    engine, seen = make_engine(*random_pair(), gamma=3), []
 
     def look(*_):
         seen.append(torch.get_num_threads())
         world.pass_by(1.0, 2.0)
 
     world.pass_by(1.0, 2.0)
-    engine.generate("Once upon a time there was", 4, temperature=0.0, on_prefill=look)
+    engine.generate(random_prompt(20), 4, temperature=0.0, on_prefill=look)
     rounds, in_prefill = engine.buffers.state.hierarchy.round, len(seen)
     engine.buffers.state.hierarchy.round = lambda *args: look() or rounds(*args)
-    engine.generate("Once upon a time there was", 4, temperature=0.0)
+    engine.generate(random_prompt(20), 4, temperature=0.0)
     assert 1 < in_prefill < len(seen) and set(seen) == {2} and torch.get_num_threads() == 4
 
 
@@ -86,7 +90,7 @@ def test_the_number_of_threads_changes_no_bits(options):
     """A text during which the number changes again and again is that of one thread, to the last bit of its K/V."""
     engine = triforce.load("tiny", device="cpu", **options)
     engine.threads = Threads(torch.device("cuda"))  # chooses nothing
-    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times. " * 25)
+    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times. " * 6)
     before, found = torch.get_num_threads(), []
     try:
         for counts in ((1,), (1, 3, 2)):
@@ -97,10 +101,10 @@ def test_the_number_of_threads_changes_no_bits(options):
                 torch.set_num_threads(next(numbers))
 
             torch.set_num_threads(counts[0])
-            out = engine.generate(prompt, 32, temperature=0.8 if "sampling" in options else 0.0, seed=3,
+            out = engine.generate(prompt, 16, temperature=0.8 if "sampling" in options else 0.0, seed=3,
                                   ignore_eos=True, on_prefill=change, on_decode=change)
             cache = engine.buffers.state.cache
-            kv = [cache.load(i, 0, 0, len(prompt) + 24) for i in range(engine.target.config.n_layer)]
+            kv = [cache.load(i, 0, 0, len(prompt) + 12) for i in range(engine.target.config.n_layer)]
             found.append((out.tokens, torch.stack(kv)))
     finally:
         torch.set_num_threads(before)
@@ -131,3 +135,63 @@ def test_with_odd_flush_intervals_nothing_is_chosen(four, world, interval, dtype
     world.pass_by(1.0, 3.0)
     with chosen.working():
         assert torch.get_num_threads() == expected
+
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeStream:
+    device = GPU
+
+    def __init__(self, name: str, log: list):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other) -> None:
+        self.log.append((self.name, other.name))
+
+
+class Gpu:
+    """In place of `torch.cuda`: what waits for which stream is noted down."""
+
+    def __init__(self):
+        self.log, self.here = [], threading.local()
+        self.default = FakeStream("default", self.log)
+
+    def Stream(self, device, priority=0):  # noqa: N802
+        return FakeStream("own", self.log)
+
+    def current_device(self):
+        return 0
+
+    def default_stream(self, device):
+        return self.default
+
+    def current_stream(self, device):
+        return getattr(self.here, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here.stream = self.current_stream(GPU), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
+
+
+def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):
+    monkeypatch.setattr(streams.torch, "cuda", gpu := Gpu())
+    monkeypatch.setattr(streams, "_unused", type(streams._unused)(list))
+    own, users = ComputeStream(GPU), []
+    gpu.log.clear()
+    with own.alone():
+        assert gpu.current_stream(GPU) is own.cuda
+        with own.used():  # nothing to wait for
+            assert gpu.log == [("own", "default")]
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(own.lock.acquire, blocking=False).result() is False
+    assert gpu.current_stream(GPU) is gpu.default and gpu.log == [("own", "default"), ("default", "own")]
+    with pytest.raises(ZeroDivisionError), own.used():
+        raise ZeroDivisionError
+    assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.default
+    x = SimpleNamespace(record_stream=users.append)
+    assert own.hand_out(x) is x and users == [gpu.default]
