@@ -11,9 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import triforce
 from triforce import api
 from triforce.errors import UserError
+from triforce.hf.folders import TINY
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,3 +107,25 @@ def test_threads_that_call_at_once_share_one_engine(monkeypatch):
         got = list(pool.map(lambda i: (ready.wait(), api.generate(f"{i}", gamma=3))[1], range(4)))
     assert len(loaded) == 1
     assert [(engine, prompt) for engine, prompt, _ in got] == [(loaded[0], f"{i}") for i in range(4)]
+
+
+def test_a_script_for_transformers_gets_its_answers():
+    """Ids in and out, greedy tokens those of transformers: a batch that is filled up on the left, ends of its own."""
+    theirs = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
+    engine = triforce.load("tiny", device="cpu", dtype="float32")
+    short, long = (engine.tokenizer.encode(text) for text in ("The sea", "Call me Ishmael. Some years ago, I"))
+    ids = torch.tensor([[0] * (len(long) - len(short)) + short, long])
+    mask = torch.tensor([[0] * (len(long) - len(short)) + [1] * len(short), [1] * len(long)])
+    ours = triforce.AsTransformers(engine)
+    how = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "use_cache": True, "temperature": 1.0}
+    found = ours.generate(ids, attention_mask=mask, **how)
+    want = theirs.generate(ids, attention_mask=mask, pad_token_id=0, **how)
+    assert found.shape == (2, len(long) + 12) and torch.equal(found, want)
+    end = found[1, len(long) + 3].item()
+    one = ours.generate(ids[1:], eos_token_id=[end], pad_token_id=7, return_dict_in_generate=True, **how).sequences
+    assert one[0, -1] == end and one.shape[1] <= len(long) + 4
+    drawn = [ours.generate(ids[1:], max_new_tokens=12, do_sample=True, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    for wrong in ({"num_beams": 2}, {"length_penalty": 2.0}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            ours.generate(ids, **{**how, **wrong})

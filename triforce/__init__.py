@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .api import generate, unload
+    from .api import AsTransformers, generate, unload
     from .decode.drafters.base import Drafter
     from .engine.conversation import Chat
     from .engine.engine import Engine
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from .engine.session import Stream
     from .errors import UserError
 
-_MODULES = {"generate": "api", "unload": "api", "Engine": "engine.engine", "Stream": "engine.session",
-            "UserError": "errors", "Chat": "engine.conversation", "Prefix": "engine.prompt_cache",
-            "Generation": "engine.output", "Stats": "engine.output", "load": "engine.loading",
-            "Drafter": "decode.drafters.base"}
-__all__ = ["Chat", "Drafter", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError", "generate", "load",
-           "unload"]
+_MODULES = {"generate": "api", "unload": "api", "AsTransformers": "api", "Engine": "engine.engine",
+            "Stream": "engine.session", "UserError": "errors", "Chat": "engine.conversation",
+            "Prefix": "engine.prompt_cache", "Generation": "engine.output", "Stats": "engine.output",
+            "load": "engine.loading", "Drafter": "decode.drafters.base"}
+__all__ = ["AsTransformers", "Chat", "Drafter", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError",
+           "generate", "load", "unload"]
 __version__ = "0.2.0"
 
 
