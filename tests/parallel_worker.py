@@ -273,7 +273,8 @@ def draft_on_half(group) -> None:
     shared = {"draft": shard(draft, part) if part is not None else None, "draft_ranks": ranks}
     ways = [{"gamma_inner": 2, **shared}]
     if group.size == 2:
-        ways += [{"draft": None}, {"retrieval": False, "sampling": "coupled", "leaves": 1, **shared}]
+        ways += [{"draft": None, "draft_cache": "query"},
+                 {"retrieval": False, "sampling": "coupled", "leaves": 1, **shared}]
     for more in ways:
         engine = engine_of(shard(target, group), gamma=3, max_batch_size=2, **more)
         assert [out.tokens for out in engine.generate(ids, **GREEDY)] == alone

@@ -100,11 +100,18 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     for program in ("triforce", "generate.py"):
         assert said(program, "--version")[1].startswith("triforce 0.")
-        for command in COMMANDS:
+        for command in COMMANDS.keys() - {"eval"}:  # whose help is another program's
             status, text = said(program, command, "--help")
             assert status == 0 and f"usage: triforce {command}" in text
     for command in ("download", "convert"):
         assert f"triforce {command}" in said(f"triforce.hf.{command}")[0]
+
+
+def test_eval_without_its_package(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "triforce.evaluation", raising=False)
+    assert main(["eval", "--tasks", "x"]) == 2
+    assert "pip install 'triforce[eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv,text", [

@@ -67,7 +67,7 @@ def test_draft_ranks_are_checked():
     config, group = ModelConfig(64, 32, 2, 12, 6, 8, 48), Group(1, 4, "")
     assert check_draft_ranks([0, 1], group, config).n_kv_head == 3
     assert check_draft_ranks([0], group, config) is None
-    for ranks, message in (([1], "rank 0"), ([0, 4], "0 to 3"), ([], "rank 0"), ([0, 1, 1], "ascending"),
+    for ranks, message in (([1], "first one 0"), ([0, 4], "below 4"), ([], "first one 0"), ([0, 1, 1], "ascending"),
                            ([0, 1, 2, 3], "4 ranks cannot share")):
         with pytest.raises(UserError, match=message):
             check_draft_ranks(ranks, group, config)

@@ -34,16 +34,20 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
         vocab, extra = read_sentencepiece(model_path)
         backend = llama_pipeline(vocab, merges_of(vocab), config)
         special = add_tokens(backend, folder, config, [], extra, LLAMA_DEFAULTS)
-        # Encoding puts bos before a text and eos behind it, where the config asks for them.
-        around = [special.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos")]
-        ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token]
-        single = " $A:0 ".join(f"{token}:0" if token else "" for token in around).strip()
-        backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ids)
+        surround(backend, special, config)
     else:
         raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
     backend.no_truncation()
     backend.no_padding()
     return backend, special
+
+
+def surround(backend: Tokenizer, special: dict[str, str], config: dict) -> None:
+    """Makes encoding put bos before and eos behind a text, where the config asks for it."""
+    around = [special.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos")]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token]
+    single = " $A:0 ".join(f"{token}:0" if token else "" for token in around).strip()
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ids)
 
 
 def is_rebuilt(content: dict, config: dict, folder: Path) -> bool:
