@@ -19,7 +19,7 @@ import pytest
 
 import triforce
 from triforce import cli
-from triforce.cli import request, run
+from triforce.cli import main, request, run
 from triforce.cli.main import COMMANDS, COMMON, parser
 from triforce.engine.session import Stream
 from triforce.errors import UserError
