@@ -248,7 +248,7 @@ def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pa
     (lambda e: e.generate("a", 5, logit_bias=dict.fromkeys(range(4096), float("-inf"))), "logit_bias forbids all 4096"),
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
-    (lambda e: e.stream(["a", "b"]), "stream gives one answer to one prompt"),
+    (lambda e: e.stream("a", num_samples=2), "stream gives one answer to each prompt"),
     (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
     (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
     (lambda e: e.logits([5, 6, 7]), "put the ids of one text into a list of their own: [[5, 6, 7]]"),

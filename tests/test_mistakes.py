@@ -22,7 +22,7 @@ def tiny():
     (lambda engine: triforce.generate("x", max_length=9), "max_length is not a known option"),
     (lambda engine: engine.chat(streamer=4), "streamer is not a known option of a turn"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
-    (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),
+    (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to each prompt"),
     (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a turn.*drop it"),
     (lambda engine: engine.chat().send("x", prefix=3), "prefix is no option of a turn.* to `Engine.chat`"),
     (lambda engine: engine.chat(engine.prefill([1, 2]), chat_template="x"), "give the template to `prefill`"),

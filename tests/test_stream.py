@@ -102,3 +102,33 @@ def test_a_turn_is_cancelled_before_its_lock_is_waited_for():
     closing.set()
     iterating.join(20)
     assert not iterating.is_alive() and len(rounds) == 1 == len(chat.turns)
+
+
+@pytest.mark.parametrize("size", [4, 2], ids=["side by side", "in two groups"])
+def test_several_prompts(size):
+    """Each has the text that it has by itself, piece by piece, and the levels of its own tokens; one ends early."""
+    engine = triforce.load("tiny", device="cpu", max_batch_size=size)
+    prompts = ["The sea", "Once upon a time there", "def add(a, b):", "One, two,"]
+    how = {"temperature": 0.0, "ignore_eos": True}
+    alone = [engine.generate(prompt, 40, **how) for prompt in prompts]
+    stream, texts, spans = engine.stream(prompts, 40, **how), [""] * 4, [""] * 4
+    for number, piece in stream:
+        texts[number] += piece
+        assert "".join(text for text, _ in stream.spans) == piece
+        spans[number] += "".join(level[0] * len(text) for text, level in stream.spans)
+    assert texts == [one.text for one in alone] == [one.text for one in stream.results]
+    assert [one.tokens for one in stream.results] == [one.tokens for one in alone]
+    assert all("t" in one and len(one) == len(text) for one, text in zip(spans, texts, strict=True))
+    stream = engine.stream(prompts, 40, **how)
+    for number, _ in stream:
+        if number == 1:
+            stream.cancel(1)
+    one, *others = (stream.results[i] for i in (1, 0, 2, 3))
+    assert one.finish_reason == "interrupted" and 0 < len(one.tokens) < 40
+    assert one.tokens == alone[1].tokens[: len(one.tokens)]
+    assert [other.tokens for other in others] == [alone[i].tokens for i in (0, 2, 3)]
+    stream = engine.stream(prompts, 40, **how)
+    for number in range(4):
+        stream.cancel(number)
+    assert list(stream) == [] and {one.finish_reason for one in stream.results} == {"interrupted"}
+    assert engine.generate(prompts[0], 40, **how).text == alone[0].text

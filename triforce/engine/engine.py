@@ -278,7 +278,8 @@ class Engine:
                logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
                chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> Stream:
         """Continues one prompt, piece by piece: iterate over the text, then read `.result`. Without a tokenizer pieces
-        are empty, one a round.
+        are empty, one a round. Of a list of prompts, iterate over (number of the prompt, text), read `.results`, and
+        end one by `.cancel(number)`.
 
         Args:
             prefix: what the prompt is a question about; see `prefill`.
@@ -301,16 +302,18 @@ class Engine:
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
         """
-        if _is_batch(prompt) or "num_samples" in options:
-            raise UserError("stream gives one answer to one prompt; generate takes a list, and num_samples")
+        if "num_samples" in options:
+            raise UserError("stream gives one answer to each prompt; generate takes num_samples")
+        several = _is_batch(prompt)
         if on_prefill is None and in_notebook():
             on_prefill = Bar("prefill", 100, "%")
-        call = self._call([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
-                          ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs, keep=keep,
-                          chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
-                          on_prefill=on_prefill, on_decode=on_decode, **options)
+        call = self._call(list(prompt) if several else [prompt], max_new_tokens, prefix=prefix, stop=stop,
+                          stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, speculate=speculate, one_row=one_row,
+                          logprobs=logprobs, keep=keep, chat_template=chat_template,
+                          chat_template_kwargs=chat_template_kwargs, on_prefill=on_prefill, on_decode=on_decode,
+                          **options)
         sessions: list[Session] = []
-        return Stream(self._answer(call, sessions), sessions, call)
+        return Stream(self._answer(call, sessions), sessions, call, several)
 
     def logits(self, tokens, last: int | None = None, prefix: Prefix | None = None) -> Tensor:
         """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in

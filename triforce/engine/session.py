@@ -38,6 +38,8 @@ class Call:
     dropped: list[int]  # tokens of each prompt that did not fit
     defaults: dict[str, float]  # sampling values that the checkpoint chose
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
+    cancelled: set[int] = field(default_factory=set)  # prompts of which nobody wants more
+    first: int = 0  # of its prompts, where the call is a part of another one
 
     def part(self, start: int, stop: int, num_tokens: int) -> "Call":
         """The same call for the prompts [start, stop). Progress counts all prompts. num_tokens: new ones of earlier
@@ -47,7 +49,7 @@ class Call:
 
         rows = slice(start, stop)
         sampling = Sampling(**{name: column[rows] for name, column in vars(self.sampling).items()})
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=sampling,
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=sampling, first=start,
                        on_prefill=self.on_prefill and on_prefill,
                        on_decode=self.on_decode and (lambda count: self.on_decode(num_tokens + count)))
 
@@ -74,8 +76,15 @@ class Session:
     def round(self) -> list[tuple[int, str]]:
         """Runs a round of the prefilled state: (row, text that has become certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
-        emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
+        for row in [row for row in running if row + self.call.first in self.call.cancelled]:
+            running.remove(row)
+            self.outputs[row].finish_reason = "interrupted"
+            self._results[row] = self._result(row)
+            state.close_row(row)
+        if not running:
+            return []
+        emitted = state.round()
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
         told, last = [[]] * len(emitted), state.last_round
@@ -138,36 +147,42 @@ def levels_of(plan: DraftPlan, row: RowRound) -> list[str]:
 
 
 class Stream:
-    """Iterates over the pieces of one generation's text.
+    """Iterates over the pieces of a generation's text; of several prompts' as (number of the prompt, piece).
 
     `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
-    is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
-    (text, level) pairs: which level proposed what of it, see `levels_of`.
+    is, with the finish_reason "interrupted"; None before the first piece was asked for. `results` is a list of one a
+    prompt. `spans` is the newest piece as (text, level) pairs: which level proposed what of it, see `levels_of`.
     """
 
     __reduce__ = not_pickled("a stream", "its result can be: stream.result")
 
-    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], call: Call):
-        self._pieces, self._sessions, self._is_cancelled = pieces, sessions, call.is_cancelled
-        self._characters: Iterator[tuple[str, str]] | None = None
+    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], call: Call, several: bool):
+        self._pieces, self._sessions, self._call, self._several = pieces, sessions, call, several
+        self._characters: dict[int, Iterator[tuple[str, str]]] = {}  # by prompt
         self.spans: list[tuple[str, str]] = []
 
     def __iter__(self):
         return self
 
-    def __next__(self) -> str:
+    def __next__(self) -> str | tuple[int, str]:
         if inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING:
             raise UserError("another thread iterates over this stream; give each thread a stream of its own")
-        piece = next(self._pieces)[1]
-        if self._characters is None:
-            [output] = self._sessions[0].outputs
-            self._characters = characters(output.pieces, output.levels)
-        self.spans = spans(self._characters, len(piece))
-        return piece
+        number, piece = next(self._pieces)
+        if number not in self._characters:
+            session = self._sessions[-1]  # that of the piece: one comes after the other
+            output = session.outputs[number - session.call.first]
+            self._characters[number] = characters(output.pieces, output.levels)
+        self.spans = spans(self._characters[number], len(piece))
+        return (number, piece) if self._several else piece
+
+    @property
+    def results(self) -> list[Generation | None]:
+        found = [result for session in self._sessions for result in session.results()]
+        return found + [None] * (len(self._call.ids) - len(found))
 
     @property
     def result(self) -> Generation | None:
-        return self._sessions[0].results()[0] if self._sessions else None
+        return self.results[0]
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread
@@ -179,6 +194,10 @@ class Stream:
             if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:  # or else it runs
                 raise
 
-    def cancel(self) -> None:
-        """The generation ends with the round that is under way, once somebody goes on iterating or closes it."""
-        self._is_cancelled.set()
+    def cancel(self, number: int | None = None) -> None:
+        """The generation, or that of one prompt, ends with the round that is under way, once somebody goes on iterating
+        or closes it. Any thread may call this."""
+        if number is None:
+            self._call.is_cancelled.set()
+        else:
+            self._call.cancelled.add(number)
