@@ -35,6 +35,11 @@ ROOT = Path(__file__).parent.parent
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong", "--gpus", "2"], "wrong",
      {True}),
+    (["real", "acceptance", "--checkpoint", "triforce/tiny/target", "--text", "docs/guide.md", "--contexts", "600",
+      "--positions", "16", "--budgets", "200", "--device", "cpu"], "what", {"acceptance"}),
+    (["real", "speed", "--checkpoint", "triforce/tiny/target", "--draft", "triforce/tiny/draft", "--text",
+      "docs/guide.md", "docs/figures.md", "--contexts", "600", "--seeds", "2", "--max-new-tokens", "16", "--yarn", "2",
+      "--temperatures", "0.6", "0", "--device", "cpu"], "text", {"guide", "figures"}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):
     name, *flags = command
