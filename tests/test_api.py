@@ -112,7 +112,7 @@ def test_threads_that_call_at_once_share_one_engine(monkeypatch):
 def test_a_script_for_transformers_gets_its_answers():
     """Ids in and out, greedy tokens those of transformers: a batch that is filled up on the left, ends of its own."""
     theirs = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
-    engine = triforce.load("tiny", device="cpu", dtype="float32")
+    engine = triforce.load("tiny", device="cpu", dtype="float32", sampling="coupled")
     short, long = (engine.tokenizer.encode(text) for text in ("The sea", "Call me Ishmael. Some years ago, I"))
     ids = torch.tensor([[0] * (len(long) - len(short)) + short, long])
     mask = torch.tensor([[0] * (len(long) - len(short)) + [1] * len(short), [1] * len(long)])

@@ -26,7 +26,7 @@ from .request import read_request
 
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "cli.plan", "check": "cli.check",
-            "eval": "evaluation"}
+            "eval": "evaluation", "serve": "serve"}
 
 # Names of the reference implementations.
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",

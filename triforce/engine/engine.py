@@ -282,6 +282,7 @@ class Engine:
         end one by `.cancel(number)`.
 
         Args:
+            max_new_tokens: exactly this number, unless the text ends before; of several prompts also a list.
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
             stop: a string or several; the text ends before the first that appears. A special token, such as
@@ -424,7 +425,12 @@ class Engine:
         [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
         if as_numbers(sampling.temperature) == 0:  # the others do not change the most probable token
             defaults = {name: value for name, value in defaults.items() if name == "temperature"}
-        max_new_tokens, stops, ends = check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
+        limits, stops, ends = as_numbers(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
+        limits = limits if isinstance(limits, list) else [limits] * len(prompts)
+        limits = [check_max_new_tokens(one) for one in limits]
+        if len(limits) != len(prompts):
+            raise UserError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts; give one value, or "
+                            "one a prompt")
         check_keep(keep)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         if one_row and speculate:
@@ -437,27 +443,28 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
-        check_answers(len(prompts) * count, max_new_tokens)
-        ids, dropped = self._encoded(prompts, max_new_tokens, prefix, keep, chat_template, chat_template_kwargs)
-        ids, dropped = ([one for one in each for _ in range(count)] for each in (ids, dropped))
+        check_answers(len(prompts) * count, max(limits))
+        ids, dropped = self._encoded(prompts, limits, prefix, keep, chat_template, chat_template_kwargs)
+        ids, dropped, limits = ([one for one in each for _ in range(count)] for each in (ids, dropped, limits))
         sampling = sampling.rows(len(prompts), count, lambda: agreed(self.target.group, random.getrandbits(32)))
         check_biases(sampling.logit_bias, self.vocab_size)
-        return Call(ids=ids, prefix=prefix, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops,
+        return Call(ids=ids, prefix=prefix, limits=limits, sampling=sampling, stops=stops,
                     eos_ids=(*ends, *(() if ignore_eos else self.eos_ids)),
                     plan=None if speculate else ONE_ROW if one_row else AUTOREGRESSION, on_prefill=on_prefill,
                     on_decode=on_decode, logprobs=logprobs, dropped=dropped, defaults=defaults)
 
-    def _encoded(self, prompts, max_new_tokens: int, prefix: Prefix | None, keep: str | None, chat_template,
+    def _encoded(self, prompts, limits: list[int], prefix: Prefix | None, keep: str | None, chat_template,
                  chat_template_kwargs) -> tuple[list[list[int]], list[int]]:
         """Ids of each prompt, and how many of them did not fit."""
-        room, ids, dropped = self.room(max_new_tokens), [], []
-        for index, prompt in enumerate(prompts):
+        ids, dropped = [], []
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            room = self.room(limit)
             try:
                 whole = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
                          prefix.ids(prompt, chat_template_kwargs))
                 fits = keep is None or room < 1
                 one = whole if fits else cut(whole, room, keep, getattr(self.tokenizer, "bos_id", None))
-                self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
+                self.check_len(len(one), limit, 0 if prefix is None else len(prefix))
             except UserError as error:
                 raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             ids.append(one)

@@ -27,7 +27,7 @@ class Call:
 
     ids: list[list[int]]
     prefix: Prefix | None
-    max_new_tokens: int
+    limits: list[int]  # the most new tokens of each prompt
     sampling: Sampling  # lists of a value for each prompt
     eos_ids: tuple[int, ...]
     stops: list[str]
@@ -49,9 +49,13 @@ class Call:
 
         rows = slice(start, stop)
         sampling = Sampling(**{name: column[rows] for name, column in vars(self.sampling).items()})
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=sampling, first=start,
-                       on_prefill=self.on_prefill and on_prefill,
+        return replace(self, ids=self.ids[rows], limits=self.limits[rows], dropped=self.dropped[rows],
+                       sampling=sampling, first=start, on_prefill=self.on_prefill and on_prefill,
                        on_decode=self.on_decode and (lambda count: self.on_decode(num_tokens + count)))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return max(self.limits)
 
 
 class Session:
@@ -59,7 +63,7 @@ class Session:
 
     def __init__(self, call: Call, tokenizer, device: torch.device):
         self.call, self.device, self.state = call, device, None
-        self.outputs = [RowOutput(tokenizer, call.eos_ids, call.stops, call.max_new_tokens) for _ in call.ids]
+        self.outputs = [RowOutput(tokenizer, call.eos_ids, call.stops, limit) for limit in call.limits]
         self._stats = Stats(0, defaults=call.defaults)  # what all rows have in common
         self._begun = time.perf_counter()
         self._first_round: list[int] = []  # tokens of each row that the first round emitted
@@ -104,6 +108,10 @@ class Session:
         for row in ended:  # levels go on counting while its neighbours draft
             self._results[row] = self._result(row)
         return pieces
+
+    def ended(self, row: int) -> Generation | None:
+        """A row's result, if its text has ended."""
+        return self._results[row] if self.outputs[row].finish_reason is not None else None
 
     def results(self) -> list[Generation]:
         """The result of each row: the whole text once it has ended, and until then what there is."""
@@ -179,6 +187,13 @@ class Stream:
     def results(self) -> list[Generation | None]:
         found = [result for session in self._sessions for result in session.results()]
         return found + [None] * (len(self._call.ids) - len(found))
+
+    def ended(self, number: int) -> Generation | None:
+        """The result of a prompt whose text has ended; None while it goes on."""
+        for session in self._sessions:
+            if 0 <= (row := number - session.call.first) < len(session.outputs):
+                return session.ended(row)
+        return None
 
     @property
     def result(self) -> Generation | None:

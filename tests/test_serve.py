@@ -1,0 +1,210 @@
+"""`triforce serve`, by the client of OpenAI and by plain HTTP, on a socket of this machine."""
+
+import json
+import random
+import socket
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+import triforce
+from triforce.serve import Answers, Listening, Server
+
+DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
+    ["apple", "river", "stone", "cloud", "paper"] * 26)) for k in (3, 5, 7)]
+QUESTIONS = ["The apple", "The river has", "A stone", "Item 7", "Paper and", "The cloud", "Where is", "Number"]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """(engine, answers, address)."""
+    engine = triforce.load("tiny", device="cpu", max_batch_size=2, sampling="coupled")
+    answers = Answers(engine, most_waiting=200, cache_bytes=2**30)
+    server = Server(answers, "tiny", "a key", most_tokens=64, most_choices=4, most_bytes=2**20)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    listening = Listening(answers, server.app, "127.0.0.1", port)
+    thread = threading.Thread(target=listening.run)
+    thread.start()
+    while not listening.started:
+        time.sleep(0.02)
+    yield engine, answers, f"http://127.0.0.1:{port}"
+    listening.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive() and not answers.is_alive()
+
+
+@pytest.fixture
+def client(served):
+    return openai.OpenAI(base_url=f"{served[2]}/v1", api_key="a key", max_retries=0)
+
+
+def alone(engine, prompt, count, **how):
+    """What the engine itself answers."""
+    return engine.generate(prompt, count, **{"temperature": 0.0, **how})
+
+
+def test_a_completion_is_the_engines_answer(served, client):
+    engine = served[0]
+    for prompt in ("The sea", engine.tokenizer.encode("The sea")):
+        found = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+        result = alone(engine, "The sea", 12)
+        assert found.choices[0].text == result.text and found.choices[0].finish_reason == result.finish_reason
+        asked = len(engine.tokenizer.encode("The sea"))
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (asked, len(result.tokens))
+    assert [one.id for one in client.models.list()] == ["tiny"]
+
+
+def test_what_a_request_may_ask_for(served, client):
+    """Several prompts, samples by seed, an end of its own, a bias, log-probabilities."""
+    engine, how = served[0], {"model": "tiny", "max_tokens": 10}
+    found = client.completions.create(prompt=["The sea", "One, two"], n=2, seed=5, temperature=0.8, top_p=0.9, **how)
+    texts = [engine.generate(prompt, 10, seed=seed, temperature=0.8, top_p=0.9).text
+             for prompt in ("The sea", "One, two") for seed in (5, 6)]
+    assert [one.text for one in found.choices] == texts and [one.index for one in found.choices] == [0, 1, 2, 3]
+    free = alone(engine, "The sea", 10)
+    end = free.text[4:7]
+    cut = client.completions.create(prompt="The sea", stop=[end, "never"], temperature=0, **how).choices[0]
+    assert cut.text == free.text[: free.text.index(end)] and cut.finish_reason == "stop"
+    banned = free.tokens[0]
+    other = client.completions.create(prompt="The sea", logit_bias={str(banned): -100}, temperature=0, **how)
+    assert other.choices[0].text == alone(engine, "The sea", 10, logit_bias={banned: -100}).text != free.text
+    told = client.completions.create(prompt="The sea", logprobs=2, temperature=0, **how).choices[0].logprobs
+    want = alone(engine, "The sea", 10, logprobs=2)
+    assert told.token_logprobs == pytest.approx([one.model_logprob for one in want.logprobs], abs=1e-4)
+    assert "".join(told.tokens) == want.text and all(len(one) == 2 for one in told.top_logprobs)
+    more = client.completions.create(prompt="The sea", temperature=0, extra_body={"top_k": 3, "min_p": 0.1}, **how)
+    assert more.choices[0].text == free.text
+
+
+def test_a_stream(served, client):
+    """Pieces that join to the answer, a reason at the end, usage where asked for; the last line is [DONE]."""
+    engine = served[0]
+    result = alone(engine, "Once upon a time", 40)
+    chunks = list(client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=40, temperature=0,
+                                            stream=True, stream_options={"include_usage": True}))
+    assert "".join(one.choices[0].text for one in chunks if one.choices) == result.text
+    assert sum(bool(one.choices) and bool(one.choices[0].text) for one in chunks) > 2
+    assert chunks[-2].choices[0].finish_reason == result.finish_reason
+    assert chunks[-1].usage.completion_tokens == len(result.tokens)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 3, "stream": True}
+    assert post(served, "/v1/completions", body)[1].strip().splitlines()[-1] == "data: [DONE]"
+
+
+def post(served, path, body, key="a key"):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(served[2] + path, data, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("body, status, says", [
+    (b"no json", 400, "no JSON object"), ({"model": "other", "prompt": "a"}, 404, "model 'other' is not here"),
+    ({"prompt": ""}, 400, "prompt is missing or empty"), ({"prompt": "a", "max_tokens": 65}, 400, "from 1 to 64"),
+    ({"prompt": "a", "n": 5}, 400, "from 1 to 4"), ({"prompt": ["a"] * 5}, 400, "more than 4 answers"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature (-1) must be"),
+    ({"prompt": "a", "stop": [3]}, 400, "stop ([3]) must be"), ({"prompt": "a", "tools": [{}]}, 400, "tools ([{}])"),
+    ({"prompt": "a", "logit_bias": {"99999999": 1}}, 400, "99999999"),
+    ({"prompt": [10**9]}, 400, "outside the vocabulary"), ({"prompt": "a " * 2**20}, 413, "larger than 1048576 bytes"),
+    ({"prompt": "a", "colour": "red"}, 400, "colour ('red') is not supported")])
+def test_what_is_refused(served, body, status, says):
+    """In OpenAI's form, with the library's words; the server goes on."""
+    found, text = post(served, "/v1/completions", body)
+    assert found == status and says in json.loads(text)["error"]["message"]
+    fine = {"prompt": "a", "max_tokens": 2, "frequency_penalty": 0, "user": "x"}
+    assert post(served, "/v1/completions", fine)[0] == 200
+
+
+def test_keys_and_health(served):
+    assert post(served, "/v1/completions", {"prompt": "a"}, key="another")[0] == 401
+    with urllib.request.urlopen(served[2] + "/health", timeout=20) as reply:
+        assert json.loads(reply.read()) == {"status": "ok"}
+
+
+def test_a_chat(served, client):
+    """The embedded pair has no chat template, and says so; a template's text is the engine's own."""
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
+    engine = served[0]
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine.tokenizer), "chat_template", lambda self, tools=None: template)
+        messages = [{"role": "user", "content": "Where is the sea?"}]
+        result = alone(engine, messages, 12)
+        how = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0}
+        found = client.chat.completions.create(logprobs=True, top_logprobs=1, **how).choices[0]
+        assert found.message.content == result.text and len(found.logprobs.content) == len(result.tokens)
+        pieces = [one.choices[0].delta.content or "" for one in client.chat.completions.create(stream=True, **how)]
+        assert "".join(pieces) == result.text
+
+
+def test_many_clients_over_three_documents(served, client):
+    """In random order, some of whom go away: each answer is the engine's own; documents are computed once, and held;
+    no thread and no job is left over."""
+    engine, answers, _ = served
+    cases = [(document, question) for document in range(3) for question in QUESTIONS]
+    random.Random(0).shuffle(cases)
+    threads, prefilled, prefill = threading.active_count(), [], type(engine).prefill
+    sizes, answer = [], Answers._answer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine), "prefill", lambda self, ids, **more: prefilled.append(len(ids)) or prefill(
+            self, ids, **more))
+        patch.setattr(Answers, "_answer", lambda self, group: sizes.append(len(group)) or answer(self, group))
+
+        def ask(number):
+            document, question = cases[number]
+            how = {"model": "tiny", "prompt": DOCUMENTS[document] + question, "max_tokens": 12, "temperature": 0}
+            if number % 6 == 5:
+                stream = client.completions.create(stream=True, **how)
+                next(iter(stream))
+                stream.close()
+                return None
+            found = client.completions.create(**how)
+            return found.choices[0].text
+
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(ask, range(len(cases))))
+        again = [client.completions.create(model="tiny", prompt=document + "Once more", max_tokens=2).usage
+                 for document in DOCUMENTS]
+    assert len(prefilled) == 3 and max(sizes) > 2
+    assert all(one.prompt_tokens_details.cached_tokens > 2000 for one in again)
+    for (document, question), one in zip(cases, found, strict=True):
+        assert one is None or one == alone(engine, DOCUMENTS[document] + question, 12).text
+    deadline = time.time() + 10
+    while (answers._waiting or threading.active_count() > threads + 2) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not answers._waiting
+
+
+def test_too_many_wait_and_an_end():
+    """More than may wait get status 429, and one that runs ends as it is where the server stops."""
+    engine = triforce.load("tiny", device="cpu")
+    answers = Answers(engine, most_waiting=1, cache_bytes=0)
+    got, begun = [], threading.Event()
+
+    def send(item):
+        got.append(item)
+        begun.set()
+
+    from triforce.serve import Job, Refused
+    ids = engine.tokenizer.encode("Once upon a time")
+    law = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    jobs = [Job(ids, 2000, (), None, law, send) for _ in range(3)]
+    with pytest.raises(Refused, match="0 answers wait and 1 may"):
+        answers.submit(jobs[:2])
+    answers.submit(jobs[:1])
+    answers.start()
+    assert begun.wait(60)
+    answers.stop()
+    answers.join(60)
+    assert not answers.is_alive() and got[-1].finish_reason == "interrupted" and 0 < len(got[-1].tokens) < 2000
+    with pytest.raises(Refused, match="stopping"):
+        answers.submit(jobs[2:])

@@ -1,0 +1,507 @@
+"""`triforce serve`: a checkpoint behind OpenAI's interface, for clients that have one already.
+
+One thread owns the engine. Requests that wait and begin with the same document, or that fit one batch, are answered
+side by side; one that comes later waits for the group that runs. Documents that were asked about are held, the least
+recently used go first.
+
+Over HTTP: /v1/models, /v1/completions, /v1/chat/completions, /health. Errors have OpenAI's form and the library's
+words.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import json
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from .config import Sampling, check_biases, names_of, parse_size, split
+from .engine.buffers import MOST_ROWS, SHARED_FROM
+from .engine.engine import Engine
+from .engine.loading import load
+from .engine.output import Generation, special_ids, stop_strings
+from .engine.prompt_cache import Prefix, common_length
+from .errors import UserError
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError(f"the server needs Starlette and uvicorn ({error}); pip install 'triforce[serve]'") from None
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", "seed")
+KNOWN = {*SAMPLING, "model", "max_tokens", "max_completion_tokens", "stop", "n", "stream", "stream_options", "logprobs",
+         "top_logprobs", "messages", "prompt", "chat_template_kwargs"}
+# What says nothing about an answer; and what may be given only with a value that asks for nothing.
+SILENT = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+           "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},)}
+OPENAI = {"temperature": 1.0, "top_p": 1.0}  # where neither a request nor the checkpoint says otherwise
+MOST_LOGPROBS = 20
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", param: str | None = None):
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.body()}, self.status)
+
+    def body(self) -> dict:
+        return {"message": str(self), "type": self.kind, "param": self.param, "code": None}
+
+
+@dataclass(eq=False)
+class Job:
+    """A text to write: what is asked for, and where the pieces go."""
+
+    ids: list[int]
+    limit: int
+    stop: tuple[str, ...]
+    logprobs: int | None
+    sampling: dict
+    send: Callable[[object], None]  # of a piece (str), the result (Generation) or an error; from any thread
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    cached: int = 0  # tokens of the prompt that were held before it came
+
+
+class Answers(threading.Thread):
+    """The thread that owns the engine.
+
+    Args:
+        most_waiting: jobs. cache_bytes: of held documents.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int, cache_bytes: float):
+        super().__init__(name="triforce-answers", daemon=True)
+        self.engine, self.most_waiting, self.cache_bytes = engine, most_waiting, cache_bytes
+        self.documents: list[Prefix] = []  # the most recently used last
+        self._waiting: deque[Job] = deque()
+        self._changed, self._stops = threading.Condition(), False
+
+    def submit(self, jobs: list[Job]) -> None:
+        with self._changed:
+            if self._stops:
+                raise Refused("the server is stopping", 503, "server_error")
+            if len(self._waiting) + len(jobs) > self.most_waiting:
+                raise Refused(f"{len(self._waiting)} answers wait and {self.most_waiting} may; try again later", 429,
+                              "rate_limit_error")
+            self._waiting += jobs
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """What runs and what waits ends as it is. A signal handler may call this."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        while group := self._next():
+            try:
+                self._answer(group)
+            except Exception as error:  # of the engine, which goes on with the next group
+                told = error if isinstance(error, UserError) else Refused(
+                    f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
+                for job in group:
+                    job.send(told)
+        for job in self._waiting:
+            job.send(Refused("the server is stopping", 503, "server_error"))
+
+    def _next(self) -> list[Job]:
+        """The job that waits longest, and others that can be answered beside it. Empty: the server stops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._stops)
+            if self._stops:
+                return []
+            first, *rest = self._waiting
+            alike = [job for job in rest if (job.stop, job.logprobs) == (first.stop, first.logprobs)]
+            sharing = [job for job in alike if common_length(first.ids, job.ids) >= SHARED_FROM][: MOST_ROWS - 1]
+            group = [first, *(sharing or alike[: self.engine.placement.max_batch_size - 1])]
+            self._waiting = deque(job for job in self._waiting if job not in group)
+            return group
+
+    def _answer(self, group: list[Job]) -> None:
+        jobs = [job for job in group if not job.is_cancelled.is_set()]
+        if not jobs:
+            return
+        document = self._document(jobs)
+        known = 0 if document is None else len(document)
+        columns = {name: [job.sampling.get(name) for job in jobs] for name in names_of(Sampling)}
+        stream = self.engine.stream([job.ids[known:] for job in jobs], [job.limit for job in jobs], prefix=document,
+                                    stop=list(jobs[0].stop) or None, logprobs=jobs[0].logprobs, **columns)
+        going = set(range(len(jobs)))
+        try:
+            for number, piece in stream:
+                if piece:
+                    jobs[number].send(piece)
+                for other in list(going):
+                    if jobs[other].is_cancelled.is_set() or self._stops:
+                        stream.cancel(other)
+                    if (result := stream.ended(other)) is not None:
+                        going.discard(other)
+                        jobs[other].send(result)
+        finally:
+            stream.close()
+        for number in going:
+            jobs[number].send(stream.results[number])
+
+    def _document(self, jobs: list[Job]) -> Prefix | None:
+        """What all these prompts begin with, held from before or computed now; None if that is short. A question stays
+        of each."""
+        common = min(common_length(*(job.ids for job in jobs)), *(len(job.ids) - 1 for job in jobs), len(jobs[0].ids))
+        if common < SHARED_FROM:
+            return None
+        ids, whole = jobs[0].ids[:common], self.engine.settings.flush_interval
+        held = [min(common_length(one.tokens, ids), one.num_shared) // whole * whole for one in self.documents]
+        best = max(range(len(held)), key=held.__getitem__, default=None)
+        if best is not None and held[best] >= max(SHARED_FROM, common // 2):
+            found = self.documents.pop(best)
+            self.documents.append(found)
+            for job in jobs:
+                job.cached = held[best]
+            return whole_part(found, held[best])
+        try:
+            made = self.engine.prefill(ids)
+        except UserError:  # the memory is short
+            if not self.documents:
+                raise
+            self.documents.clear()
+            made = self.engine.prefill(ids)
+        self.documents.append(made)
+        while len(self.documents) > 1 and sum(one.nbytes for one in self.documents) > self.cache_bytes:
+            del self.documents[0]
+        return whole_part(made, made.num_shared)
+
+
+def whole_part(document: Prefix, length: int) -> Prefix:
+    """The first tokens of a document, and none behind those whose keys and values are held: they may be another
+    prompt's."""
+    part = document.part(length)
+    return part if len(part) == length else Prefix(document.engine, document.tokens[:length], document.store)
+
+
+class Server:
+    """The HTTP side, on one event loop. most_*: see the flags."""
+
+    def __init__(self, answers: Answers, name: str, api_key: str | None, most_tokens: int, most_choices: int,
+                 most_bytes: int):
+        self.answers, self.engine, self.name, self.api_key = answers, answers.engine, name, api_key
+        self.most_tokens, self.most_choices, self.most_bytes = most_tokens, most_choices, most_bytes
+
+    @property
+    def app(self) -> Starlette:
+        post = [Route(path, self.guarded(handler), methods=["POST"]) for path, handler in (
+            ("/v1/completions", self.completions), ("/v1/chat/completions", self.chat))]
+        return Starlette(routes=[*post, Route("/v1/models", self.guarded(self.models)), Route("/health", self.health)])
+
+    def guarded(self, handler):
+        async def answer(request: Request) -> Response:
+            try:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if self.api_key and not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                    raise Refused("the API key is wrong; give the server's --api-key", 401, "authentication_error")
+                return await handler(request)
+            except UserError as error:
+                return Refused(str(error)).response()
+            except Refused as error:
+                return error.response()
+
+        return answer
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"} if self.answers.is_alive() else {"status": "stopped"},
+                            200 if self.answers.is_alive() else 503)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "created": 0,
+                                                         "owned_by": "triforce"}]})
+
+    async def completions(self, request: Request) -> Response:
+        body = await self.body(request)
+        prompt = body.get("prompt")
+        several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+        if prompt is None or not prompt:
+            raise Refused("prompt is missing or empty; give a text, ids, or a list of these", param="prompt")
+        prompts = await self.encoded(prompt if several else [prompt])
+        return await self.respond(request, body, prompts, False, body.get("max_tokens") or 16, body.get("logprobs"))
+
+    async def chat(self, request: Request) -> Response:
+        body = await self.body(request)
+        messages, variables = body.get("messages"), body.get("chat_template_kwargs")
+        if not messages or not isinstance(messages, list):
+            raise Refused("messages is missing or empty; give a list of {role, content}", param="messages")
+        prompts = await self.encoded([messages], chat_template_kwargs=variables)
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limit = limit or max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
+        logprobs = body.get("top_logprobs") or 0 if body.get("logprobs") else None
+        return await self.respond(request, body, prompts, True, limit, logprobs)
+
+    async def encoded(self, prompts: list, **how) -> list[list[int]]:
+        """Ids of prompts, on another thread: a book takes a second."""
+        return [await asyncio.to_thread(self.engine.encode_prompt, one, **how) for one in prompts]
+
+    async def body(self, request: Request) -> dict:
+        """The fields of a request, those that are known."""
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self.most_bytes:
+                raise Refused(f"the body is larger than {self.most_bytes} bytes (--max-body)", 413)
+            parts.append(part)
+        try:
+            body = json.loads(b"".join(parts))
+            assert isinstance(body, dict)
+        except (ValueError, AssertionError, RecursionError):
+            raise Refused("the body is no JSON object") from None
+        body = {name: value for name, value in body.items() if value is not None and name not in SILENT}
+        for name, value in body.items():
+            if name not in KNOWN and value not in NEUTRAL.get(name, ()):
+                raise Refused(f"{name} ({value!r}) is not supported; leave it out", param=name)
+        if body.get("model", self.name) != self.name:
+            raise Refused(f"model {body['model']!r} is not here; there is {self.name!r}", 404, param="model")
+        return body
+
+    async def respond(self, request: Request, body: dict, prompts: list[list[int]], is_chat: bool, limit,
+                      logprobs) -> Response:
+        count, limit = (self.number(body, name, value, most) for name, value, most in (
+            ("n", body.get("n", 1), self.most_choices), ("max_tokens", limit, self.most_tokens)))
+        if logprobs is not None:
+            logprobs = self.number(body, "logprobs", logprobs, MOST_LOGPROBS, 0)
+        if len(prompts) * count > self.most_choices:
+            raise Refused(f"{len(prompts)} prompts with n {count} are more than {self.most_choices} answers "
+                          "(--max-choices)", param="n")
+        stop = body.get("stop", [])
+        stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
+        sampling = OPENAI | self.engine.defaults | {name: body[name] for name in SAMPLING if name in body}
+        bias = sampling.get("logit_bias")
+        if isinstance(bias, dict):
+            sampling["logit_bias"] = {int(one) if str(one).isdigit() else one: value for one, value in bias.items()}
+        # Here, or a mistake would end the answers beside it.
+        special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
+        check_biases(split(sampling, Sampling, what="option")[0][0].rows(1).logit_bias, self.engine.vocab_size)
+        loop, jobs, queues = asyncio.get_running_loop(), [], []
+        for ids in prompts:
+            self.engine.check_len(len(ids), limit)
+            for i in range(count):
+                queue: asyncio.Queue = asyncio.Queue()
+                seed = {"seed": sampling["seed"] + i} if "seed" in sampling else {"seed": uuid.uuid4().int % 2**32}
+                jobs.append(Job(ids, limit, stop, logprobs, sampling | seed, sender(loop, queue)))
+                queues.append(queue)
+        self.answers.submit(jobs)
+        shape = Shape(self.engine, self.name, is_chat, body)
+        if body.get("stream"):
+            return StreamingResponse(shape.events(jobs, queues), media_type="text/event-stream")
+        with cancelling(jobs):
+            return JSONResponse(shape.whole(jobs, await gathered(request, queues)))
+
+    @staticmethod
+    def number(body: dict, name: str, value, most: int, least: int = 1) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise Refused(f"{name} ({value!r}) must be a whole number from {least} to {most}", param=name)
+        return value
+
+
+def sender(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> Callable[[object], None]:
+    def send(item) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    return send
+
+
+@contextlib.contextmanager
+def cancelling(jobs: list[Job]):
+    """However it ends, nothing more is written for these jobs."""
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.is_cancelled.set()
+
+
+async def gathered(request: Request, queues: list[asyncio.Queue]) -> list[Generation]:
+    """The results of all jobs. A client that goes away ends them."""
+    found = []
+    for queue in queues:
+        while not isinstance(item := await next_item(queue, request), Generation):
+            if isinstance(item, Exception):
+                raise item
+        found.append(item)
+    return found
+
+
+async def next_item(queue: asyncio.Queue, request: Request):
+    while True:
+        try:
+            return await asyncio.wait_for(queue.get(), 0.5)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise Refused("the client is gone", 499) from None
+
+
+class Shape:
+    """Answers in OpenAI's form."""
+
+    def __init__(self, engine: Engine, model: str, is_chat: bool, body: dict):
+        self.engine, self.is_chat = engine, is_chat
+        self.wants_usage = (body.get("stream_options") or {}).get("include_usage", False)
+        kind = "chat.completion" if is_chat else "text_completion"
+        self.head = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind,
+                     "created": int(time.time()), "model": model}
+
+    def whole(self, jobs: list[Job], results: list[Generation]) -> dict:
+        choices = []
+        for i, result in enumerate(results):
+            text = {"message": {"role": "assistant", "content": result.text}} if self.is_chat else {"text": result.text}
+            choices.append({"index": i, **text, "logprobs": self.logprobs(result),
+                            "finish_reason": reason(result)})
+        return {**self.head, "choices": choices, "usage": usage(jobs, results)}
+
+    async def events(self, jobs: list[Job], queues: list[asyncio.Queue]) -> AsyncIterator[str]:
+        """Server-sent events, as they come; the log-probabilities of an answer come with its end."""
+        with cancelling(jobs):
+            merged, results = asyncio.Queue(), {}
+            tasks = [asyncio.create_task(forward(i, queue, merged)) for i, queue in enumerate(queues)]
+            try:
+                if self.is_chat:
+                    for i in range(len(jobs)):
+                        yield self.event(i, {"role": "assistant", "content": ""})
+                while len(results) < len(jobs):
+                    i, item = await merged.get()
+                    if isinstance(item, Exception):
+                        told = item if isinstance(item, Refused) else Refused(str(item))
+                        yield f"data: {json.dumps({'error': told.body()})}\n\n"
+                        return
+                    if isinstance(item, Generation):
+                        results[i] = item
+                        yield self.event(i, {} if self.is_chat else "", reason(item), self.logprobs(item))
+                    else:
+                        yield self.event(i, {"content": item} if self.is_chat else item)
+                if self.wants_usage:
+                    every = [results[i] for i in range(len(jobs))]
+                    yield f"data: {json.dumps({**self.chunk, 'choices': [], 'usage': usage(jobs, every)})}\n\n"
+                yield "data: [DONE]\n\n"
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    @property
+    def chunk(self) -> dict:
+        return {**self.head, "object": "chat.completion.chunk"} if self.is_chat else self.head
+
+    def event(self, i: int, text, finish: str | None = None, logprobs=None) -> str:
+        choice = {"index": i, "delta" if self.is_chat else "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return f"data: {json.dumps({**self.chunk, 'choices': [choice]})}\n\n"
+
+    def logprobs(self, result: Generation) -> dict | None:
+        if result.logprobs is None:
+            return None
+        spelled = self.engine.tokenizer_or_raise().token_bytes
+        rows = []
+        for token, one in zip(result.tokens, result.logprobs, strict=True):
+            top = [(spelled(other), value) for other, value in one.top]
+            rows.append((spelled(token), one.model_logprob, top))
+        if not self.is_chat:
+            return {"tokens": [as_text(token) for token, _, _ in rows],
+                    "token_logprobs": [value for _, value, _ in rows],
+                    "top_logprobs": [{as_text(other): value for other, value in top} for _, _, top in rows],
+                    "text_offset": offsets(result.pieces)}
+
+        def entry(token: bytes, value: float) -> dict:
+            return {"token": as_text(token), "logprob": value, "bytes": list(token)}
+
+        return {"content": [{**entry(token, value), "top_logprobs": [entry(*one) for one in top]}
+                            for token, value, top in rows]}
+
+
+async def forward(i: int, source: asyncio.Queue, target: asyncio.Queue) -> None:
+    while True:
+        await target.put((i, await source.get()))
+
+
+def as_text(token: bytes) -> str:
+    return token.decode("utf-8", "replace")
+
+
+def offsets(pieces: list[str]) -> list[int]:
+    found, length = [], 0
+    for piece in pieces:
+        found.append(length)
+        length += len(piece)
+    return found
+
+
+def reason(result: Generation) -> str:
+    return result.finish_reason if result.finish_reason in ("stop", "length") else "stop"
+
+
+def usage(jobs: list[Job], results: list[Generation]) -> dict:
+    """Tokens of all answers. A prompt counts once, however many answers it has."""
+    prompts = {id(job.ids): job for job in jobs}.values()
+    asked, written = sum(len(job.ids) for job in prompts), sum(len(result.tokens) for result in results)
+    return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written,
+            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in prompts)}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`triforce serve`."""
+    p = argparse.ArgumentParser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface. Other "
+                                "flags: NAME=VALUE of `triforce.load`, such as --set budget=4096.")
+    p.add_argument("--checkpoint", default="tiny")
+    p.add_argument("--draft", help="a draft model, ngram or none")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of load, JSON or text")
+    p.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
+    p.add_argument("--port", type=int, default=8000)
+    p.add_argument("--api-key", help="what clients must give; default: nothing")
+    p.add_argument("--served-model-name", help="default: the checkpoint")
+    p.add_argument("--cache-memory", default="8GB", help="of held documents (default 8GB)")
+    p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
+    p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait; more get status 429")
+    p.add_argument("--max-tokens", type=int, default=4096, help="the most new tokens of an answer")
+    p.add_argument("--max-choices", type=int, default=16, help="the most answers of a request")
+    p.add_argument("--max-body", type=int, default=2**26, help="bytes of a request")
+    args = p.parse_args(argv)
+    options = dict(one.partition("=")[::2] for one in args.set)
+    for name, value in options.items():
+        with contextlib.suppress(ValueError):
+            options[name] = json.loads(value)
+    draft = {} if args.draft is None else {"draft": False if args.draft == "none" else args.draft}
+    engine = load(args.checkpoint, max_batch_size=args.max_batch_size, **draft, **options)
+    engine.tokenizer_or_raise()
+    answers = Answers(engine, args.max_waiting, parse_size(args.cache_memory, "--cache-memory"))
+    server = Server(answers, args.served_model_name or args.checkpoint, args.api_key, args.max_tokens,
+                    args.max_choices, args.max_body)
+    print(f"http://{args.host}:{args.port}/v1 serves {server.name}; Ctrl-C ends it", flush=True)
+    Listening(answers, server.app, args.host, args.port).run()
+    return 0
+
+
+class Listening(uvicorn.Server):
+    """The web server and, as long as it runs, the thread of the answers: Ctrl-C ends what is being written."""
+
+    def __init__(self, answers: Answers, app: Starlette, host: str, port: int):
+        super().__init__(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10))
+        self.answers = answers
+
+    def handle_exit(self, sig, frame) -> None:
+        self.answers.stop()
+        super().handle_exit(sig, frame)
+
+    def run(self, sockets=None) -> None:
+        self.answers.start()
+        try:
+            super().run(sockets)
+        finally:
+            self.answers.stop()
+            self.answers.join()
