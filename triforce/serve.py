@@ -143,9 +143,9 @@ class Answers(threading.Thread):
         going = set(range(len(jobs)))
         try:
             for number, piece in stream:
-                if piece:
+                if piece and number in going:
                     jobs[number].send(piece)
-                for other in list(going):
+                for other in list(going):  # one may have ended in this round, and its last piece not have come yet
                     if jobs[other].is_cancelled.is_set() or self._stops:
                         stream.cancel(other)
                     if (result := stream.ended(other)) is not None:
@@ -371,7 +371,7 @@ class Shape:
     async def events(self, jobs: list[Job], queues: list[asyncio.Queue]) -> AsyncIterator[str]:
         """Server-sent events, as they come; the log-probabilities of an answer come with its end."""
         with cancelling(jobs):
-            merged, results = asyncio.Queue(), {}
+            merged, results, sent = asyncio.Queue(), {}, [0] * len(jobs)
             tasks = [asyncio.create_task(forward(i, queue, merged)) for i, queue in enumerate(queues)]
             try:
                 if self.is_chat:
@@ -383,11 +383,13 @@ class Shape:
                         told = item if isinstance(item, Refused) else Refused(str(item))
                         yield f"data: {json.dumps({'error': told.body()})}\n\n"
                         return
+                    text = item.text[sent[i] :] if isinstance(item, Generation) else item
+                    sent[i] += len(text)
+                    if text:
+                        yield self.event(i, {"content": text} if self.is_chat else text)
                     if isinstance(item, Generation):
                         results[i] = item
                         yield self.event(i, {} if self.is_chat else "", reason(item), self.logprobs(item))
-                    else:
-                        yield self.event(i, {"content": item} if self.is_chat else item)
                 if self.wants_usage:
                     every = [results[i] for i in range(len(jobs))]
                     yield f"data: {json.dumps({**self.chunk, 'choices': [], 'usage': usage(jobs, every)})}\n\n"
