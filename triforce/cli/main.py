@@ -112,7 +112,8 @@ def parser() -> Parser:
         prog="triforce", usage="triforce [flags]", add_help=False,
         description="Continue a long text with a language model, losslessly and faster.",
         epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
-               "`triforce plan` (what fits), `triforce check` (whether all is well).")
+               "`triforce plan` (what fits), `triforce check` (whether all is well), `triforce serve` (a server), "
+               "`triforce eval` (lm-evaluation-harness).")
     p.add_argument("-h", "--help", nargs=0, action=Help, help="what most people need")
     p.add_argument("--help-all", action="help", help="every flag, with its whole description")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
