@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from conftest import make_engine, random_prompt
 
 import triforce
-from triforce.serve import Answers, Listening, Server
+from triforce.serve import Answers, Documents, Job, Listening, Refused, Server
 
 DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
     ["apple", "river", "stone", "cloud", "paper"] * 12)) for k in (3, 5, 7)]
@@ -23,7 +24,7 @@ QUESTIONS = ["The apple", "The river has", "A stone", "Item 7", "Paper and", "Wh
 def served():
     """(engine, answers, address)."""
     engine = triforce.load("tiny", device="cpu", max_batch_size=2, sampling="coupled")
-    answers = Answers(engine, most_waiting=200, cache_bytes=2**30)
+    answers = Answers(engine, 200, Documents(engine, 2**30, None))
     server = Server(answers, "tiny", "a key", most_tokens=64, most_choices=4, most_bytes=2**20)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -191,14 +192,13 @@ def test_many_clients_over_three_documents(served, client):
 def test_too_many_wait_and_an_end():
     """More than may wait get status 429, and one that runs ends as it is where the server stops."""
     engine = triforce.load("tiny", device="cpu")
-    answers = Answers(engine, most_waiting=1, cache_bytes=0)
+    answers = Answers(engine, 1, Documents(engine, 0, None))
     got, begun = [], threading.Event()
 
     def send(item):
         got.append(item)
         begun.set()
 
-    from triforce.serve import Job, Refused
     ids = engine.tokenizer.encode("Once upon a time")
     law = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     jobs = [Job(ids, 2000, (), None, law, send) for _ in range(3)]
@@ -212,3 +212,28 @@ def test_too_many_wait_and_an_end():
     assert not answers.is_alive() and got[-1].finish_reason == "interrupted" and 0 < len(got[-1].tokens) < 2000
     with pytest.raises(Refused, match="stopping"):
         answers.submit(jobs[2:])
+
+
+def test_documents_in_memory_and_in_files(tmp_path, pair):
+    """The least recently used goes first, and comes back from its file, in another process's engine too; what another
+    model wrote is left alone."""
+    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_seq_len=2048)
+    texts = [random_prompt(700, seed=seed) for seed in range(3)]
+    documents = Documents(engine, 1, tmp_path / "files")
+    for text in texts:
+        document, cached = documents.of([text, text[:690] + [1, 2, 3]])
+        assert cached == 0 and len(document) == document.num_shared == 688 and document.tokens == text[:688]
+        documents.save()
+    assert len(documents.held) == 1 and len(list((tmp_path / "files").iterdir())) == 3
+    (tmp_path / "files/other.safetensors").write_bytes(b"no file of ours")
+    again = Documents(make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_seq_len=2048), 2**30,
+                      tmp_path / "files")
+    for one in (documents, again):
+        document, cached = one.of([texts[0][:680] + [5, 6]])
+        assert cached == len(document) == 672 and document.tokens == texts[0][:672]
+        assert one.of([texts[0][:600]])[1] == 592
+        short, none = one.of([texts[1][:300]])
+        assert short is None and none == 0
+    want = engine.generate(texts[0][:680] + [5, 6], 8, temperature=0.0).tokens
+    found = again.engine.generate(texts[0][672:680] + [5, 6], 8, temperature=0.0, prefix=document).tokens
+    assert found == want

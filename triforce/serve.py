@@ -11,21 +11,24 @@ words.
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
+import sys
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .config import Sampling, check_biases, names_of, parse_size, split
 from .engine.buffers import MOST_ROWS, SHARED_FROM
 from .engine.engine import Engine
 from .engine.loading import load
 from .engine.output import Generation, special_ids, stop_strings
-from .engine.prompt_cache import Prefix, common_length
+from .engine.prompt_cache import Prefix, common_length, opened
 from .errors import UserError
 
 try:
@@ -77,16 +80,11 @@ class Job:
 
 
 class Answers(threading.Thread):
-    """The thread that owns the engine.
+    """The thread that owns the engine. most_waiting: jobs."""
 
-    Args:
-        most_waiting: jobs. cache_bytes: of held documents.
-    """
-
-    def __init__(self, engine: Engine, most_waiting: int, cache_bytes: float):
+    def __init__(self, engine: Engine, most_waiting: int, documents: "Documents"):
         super().__init__(name="triforce-answers", daemon=True)
-        self.engine, self.most_waiting, self.cache_bytes = engine, most_waiting, cache_bytes
-        self.documents: list[Prefix] = []  # the most recently used last
+        self.engine, self.most_waiting, self.documents = engine, most_waiting, documents
         self._waiting: deque[Job] = deque()
         self._changed, self._stops = threading.Condition(), False
 
@@ -115,6 +113,10 @@ class Answers(threading.Thread):
                     f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
                 for job in group:
                     job.send(told)
+            try:
+                self.documents.save()
+            except UserError as error:
+                print(f"--cache-dir: {error}", file=sys.stderr, flush=True)
         for job in self._waiting:
             job.send(Refused("the server is stopping", 503, "server_error"))
 
@@ -135,7 +137,9 @@ class Answers(threading.Thread):
         jobs = [job for job in group if not job.is_cancelled.is_set()]
         if not jobs:
             return
-        document = self._document(jobs)
+        document, cached = self.documents.of([job.ids for job in jobs])
+        for job in jobs:
+            job.cached = cached
         known = 0 if document is None else len(document)
         columns = {name: [job.sampling.get(name) for job in jobs] for name in names_of(Sampling)}
         stream = self.engine.stream([job.ids[known:] for job in jobs], [job.limit for job in jobs], prefix=document,
@@ -156,32 +160,74 @@ class Answers(threading.Thread):
         for number in going:
             jobs[number].send(stream.results[number])
 
-    def _document(self, jobs: list[Job]) -> Prefix | None:
-        """What all these prompts begin with, held from before or computed now; None if that is short. A question stays
-        of each."""
-        common = min(common_length(*(job.ids for job in jobs)), *(len(job.ids) - 1 for job in jobs), len(jobs[0].ids))
+
+class Documents:
+    """What requests begin with, with keys and values: the least recently used go first, and come back from files.
+
+    Args:
+        most_bytes: of those that are held. folder: for files of all of them; None: there are none.
+    """
+
+    def __init__(self, engine: Engine, most_bytes: float, folder: Path | None):
+        self.engine, self.most_bytes, self.folder = engine, most_bytes, folder
+        self.held: list[Prefix] = []  # the most recently used last
+        self.files: dict[Path, list[int]] = {}  # tokens of each
+        self._unsaved: Prefix | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(folder.glob("*.safetensors")):
+                with contextlib.suppress(UserError), opened(path, engine) as reader:
+                    self.files[path] = reader.tokens[: reader.layout.length]
+
+    def of(self, prompts: list[list[int]]) -> tuple[Prefix | None, int]:
+        """What all prompts begin with, and how many tokens of it were there before; None, 0 if that is short. A
+        question is left of each prompt."""
+        common = min(common_length(*prompts), *(len(ids) - 1 for ids in prompts))
         if common < SHARED_FROM:
-            return None
-        ids, whole = jobs[0].ids[:common], self.engine.settings.flush_interval
-        held = [min(common_length(one.tokens, ids), one.num_shared) // whole * whole for one in self.documents]
-        best = max(range(len(held)), key=held.__getitem__, default=None)
-        if best is not None and held[best] >= max(SHARED_FROM, common // 2):
-            found = self.documents.pop(best)
-            self.documents.append(found)
-            for job in jobs:
-                job.cached = held[best]
-            return whole_part(found, held[best])
+            return None, 0
+        ids = prompts[0][:common]
+        enough = max(SHARED_FROM, common // 2)
+        length, best = max(((self._shared(one.tokens[: one.num_shared], ids), i) for i, one in enumerate(self.held)),
+                           default=(0, 0))
+        if length >= enough:
+            self.held.append(self.held.pop(best))
+            return whole_part(self.held[-1], length), length
+        length, path = max(((self._shared(tokens, ids), path) for path, tokens in self.files.items()),
+                           default=(0, None))
+        made = None
+        if length >= enough:
+            with contextlib.suppress(UserError):  # a file that is gone, or no longer what it was
+                made = self._making(lambda: self.engine.open(path))
+        if made is None:
+            length, made = 0, self._making(lambda: self.engine.prefill(ids))
+            self._unsaved = made
+        self.held.append(made)
+        while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
+            del self.held[0]
+        return whole_part(made, length or made.num_shared), length
+
+    def _shared(self, tokens: list[int], ids: list[int]) -> int:
+        whole = self.engine.settings.flush_interval
+        return common_length(tokens, ids) // whole * whole
+
+    def _making(self, make: Callable[[], Prefix]) -> Prefix:
+        """Where memory is short, documents make room."""
         try:
-            made = self.engine.prefill(ids)
-        except UserError:  # the memory is short
-            if not self.documents:
+            return make()
+        except UserError:
+            if not self.held:
                 raise
-            self.documents.clear()
-            made = self.engine.prefill(ids)
-        self.documents.append(made)
-        while len(self.documents) > 1 and sum(one.nbytes for one in self.documents) > self.cache_bytes:
-            del self.documents[0]
-        return whole_part(made, made.num_shared)
+            self.held.clear()
+            return make()
+
+    def save(self) -> None:
+        """Writes the newest document, once its questions are answered."""
+        made, self._unsaved = self._unsaved, None
+        if made is not None and self.folder is not None:
+            digest = hashlib.sha256(json.dumps(made.tokens).encode()).hexdigest()[:32]
+            path = self.folder / f"{digest}.safetensors"
+            made.save(path)
+            self.files[path] = made.tokens[: made.num_shared]
 
 
 def whole_part(document: Prefix, length: int) -> Prefix:
@@ -468,6 +514,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--api-key", help="what clients must give; default: nothing")
     p.add_argument("--served-model-name", help="default: the checkpoint")
     p.add_argument("--cache-memory", default="8GB", help="of held documents (default 8GB)")
+    p.add_argument("--cache-dir", help="a folder for files of documents, which outlive the server; default: none")
     p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
     p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait; more get status 429")
     p.add_argument("--max-tokens", type=int, default=4096, help="the most new tokens of an answer")
@@ -481,7 +528,9 @@ def main(argv: list[str] | None = None) -> int:
     draft = {} if args.draft is None else {"draft": False if args.draft == "none" else args.draft}
     engine = load(args.checkpoint, max_batch_size=args.max_batch_size, **draft, **options)
     engine.tokenizer_or_raise()
-    answers = Answers(engine, args.max_waiting, parse_size(args.cache_memory, "--cache-memory"))
+    folder = None if args.cache_dir is None else Path(args.cache_dir)
+    documents = Documents(engine, parse_size(args.cache_memory, "--cache-memory"), folder)
+    answers = Answers(engine, args.max_waiting, documents)
     server = Server(answers, args.served_model_name or args.checkpoint, args.api_key, args.max_tokens,
                     args.max_choices, args.max_body)
     print(f"http://{args.host}:{args.port}/v1 serves {server.name}; Ctrl-C ends it", flush=True)

@@ -72,6 +72,7 @@ class TargetBlock:
         self.cache, self.view, self.extent, self.compiled = cache, view, extent, compiled
         self.n_head, self.n_kv_head, self.keep_queries = cache.config.n_head, cache.config.n_kv_head, keep_queries
         self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
+        self.waits = view.joined and view.follows  # `read` attends to the tail, once the view before it is chosen
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True, on_piece=on_piece)
         tail, room = cache.tail, cache.tail.room if view.joined else 0
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
@@ -106,11 +107,6 @@ class TargetBlock:
         # The path comes first, since every row sees itself on it.
         states = [] if self.path is None else [attention.apart(q, *self._path(kv), self.path_bias)]
         return q, states if self.waits else [*states, self._near(q)]
-
-    @property
-    def waits(self) -> bool:
-        """Whether the tail is attended to in `read`: with a view that lies before it and follows the queries."""
-        return self.view.joined and self.view.follows
 
     def _near(self, q: Tensor) -> attention.State:
         """The state over the tail, and over the view where that lies right before it."""
