@@ -83,7 +83,8 @@ VARIANTS = [("triforce", 512, 6, 2, {}), ("triforce", 1024, 7, 1, {}), ("retriev
 # Compiled, which takes half a minute each. The others record their steps as they are written.
 COMPILED = [VARIANTS[0], VARIANTS[-1]]
 # Fewer tokens, and only with speculation.
-MORE = [("retrieval", 512, 4, 2, {"draft_cache": "snapkv"}), ("retrieval", 512, 4, 2, {"draft_cache": "streaming"}),
+MORE = [("triforce", 512, 6, 2, {"draft_cache": "query"}), ("retrieval", 512, 4, 2, {"draft_cache": "query"}),
+        ("retrieval", 512, 4, 2, {"draft_cache": "snapkv"}), ("retrieval", 512, 4, 2, {"draft_cache": "streaming"}),
         ("draft", 512, 5, 2, {"draft_cache": "snapkv"}), ("none", 512, 6, 2, {"draft": "ngram"}),
         ("retrieval", 512, 6, 3, {"draft": "ngram"})]
 
