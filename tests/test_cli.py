@@ -108,7 +108,8 @@ def test_commands_and_their_modules(capsys, monkeypatch):
 
 
 def test_eval_without_its_package(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.api.instance"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "triforce.evaluation", raising=False)
     assert main(["eval", "--tasks", "x"]) == 2
     assert "pip install 'triforce[eval]'" in capsys.readouterr().err

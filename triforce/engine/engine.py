@@ -474,6 +474,7 @@ class Engine:
     def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Yields (index of a prompt, piece of text), group by group: a group runs side by side. sessions: gets the
         sessions, which have the results."""
+        is_ending = sys.is_finalizing  # a name of this function: those of the module may be gone when Python ends
         with self.working():
             self.buffers.begin()
             size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
@@ -491,7 +492,7 @@ class Engine:
                     raise
                 explain = partial(memory.shortage, str(error) or type(error).__name__)
             finally:
-                if not is_forked() and not sys.is_finalizing():  # a Python that ends imports nothing
+                if not is_ending() and not is_forked():  # a Python that ends imports nothing
                     with self.holding_still():
                         session.close()
             if explain is not None:  # here no traceback holds on to the buffers
