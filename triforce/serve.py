@@ -49,6 +49,7 @@ NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,),
            "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},)}
 OPENAI = {"temperature": 1.0, "top_p": 1.0}  # where neither a request nor the checkpoint says otherwise
 MOST_LOGPROBS = 20
+GATHER = 0.05  # seconds that an idle engine waits for more requests beside the first
 
 
 class Refused(Exception):
@@ -123,7 +124,9 @@ class Answers(threading.Thread):
     def _next(self) -> list[Job]:
         """The job that waits longest, and others that can be answered beside it. Empty: the server stops."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stops)
+            if not self._waiting:
+                self._changed.wait_for(lambda: self._waiting or self._stops)
+                self._changed.wait_for(lambda: self._stops, GATHER)  # what comes at once is answered at once
             if self._stops:
                 return []
             first, *rest = self._waiting
