@@ -474,7 +474,8 @@ class Engine:
     def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Yields (index of a prompt, piece of text), group by group: a group runs side by side. sessions: gets the
         sessions, which have the results."""
-        is_ending = sys.is_finalizing  # a name of this function: those of the module may be gone when Python ends
+        # Names of this function: those of the module may be gone when Python ends, and closes what is left.
+        is_ending, not_finite = sys.is_finalizing, NotFinite
         with self.working():
             self.buffers.begin()
             size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
@@ -485,7 +486,7 @@ class Engine:
             try:
                 for row, piece in self._decode(session):
                     yield first + row, piece
-            except NotFinite as error:
+            except not_finite as error:
                 explain = partial(self.explain_not_finite, error.tokens)
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
