@@ -45,9 +45,10 @@ MOST = 8192  # tokens of a distribution that top_p leaves, at most
 
 @dataclass
 class Seen:
-    """What one layer's choice can go by. S keys lie before the rows, of which `start - window` are to choose from.
+    """What one layer's choice can go by.
 
-    k: [K, S, D]. q: the rows' queries [K, G * M, D]; latest: those of the tokens before, [K, G * n, D].
+    k: [K, S, D], all that lies before the rows. q: the rows' queries [K, G * M, D]; latest: those of the tokens before,
+    [K, G * n, D].
     """
 
     k: Tensor

@@ -209,6 +209,21 @@ def test_a_stream_that_has_ended_holds_no_buffers(tiny_engine, pieces, states):
     assert states[0]() is None and stream.result.text.startswith("".join(said))
 
 
+def test_logits_after_a_document_are_those_of_the_whole_text(pair, monkeypatch):
+    """Which is not computed again."""
+    engine, text = make_engine(*pair, **SIZES), random_prompt(90)
+    document, whole, computed, prefill = engine.prefill(text[:70]), engine.logits([text]), [], engine.target.prefill
+    another = engine.prefill(random_prompt(70, seed=3))
+    monkeypatch.setattr(engine.target, "prefill", lambda tokens, *more: computed.append(tokens.shape[1]) or prefill(
+        tokens, *more))
+    some = engine.logits([text], last=10, prefix=document)
+    torch.testing.assert_close(some, whole[:, -10:], atol=1e-4, rtol=1e-4)
+    assert computed == [90 - document.num_shared] and document.num_shared >= 64
+    for wrong in ({"last": 90}, {"last": 5, "prefix": another}):
+        with pytest.raises(triforce.UserError, match="begin with the prefix's"):
+            engine.logits([text], **{"prefix": document, **wrong})
+
+
 def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pair, monkeypatch):
     """Those alone go through the output layer: all of them for a long text may not fit."""
     engine, prompt = make_engine(*pair, **SIZES, prefill_chunk_size=32), random_prompt(90)
@@ -249,6 +264,8 @@ def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pa
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
     (lambda e: e.stream("a", num_samples=2), "stream gives one answer to each prompt"),
+    (lambda e: e.stream(["a", "b"], [3]), "max_new_tokens has 1 values for 2 prompts"),
+    (lambda e: e.logits([[5]], last=1, prefix="a"), "prefix must be what this engine's `prefill`"),
     (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
     (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
     (lambda e: e.logits([5, 6, 7]), "put the ids of one text into a list of their own: [[5, 6, 7]]"),

@@ -64,6 +64,8 @@ def test_a_completion_is_the_engines_answer(served, client):
 def test_what_a_request_may_ask_for(served, client):
     """Several prompts, samples by seed, an end of its own, a bias, log-probabilities."""
     engine, how = served[0], {"model": "tiny", "max_tokens": 10}
+    # A list of one value is that value, and no mistake of its neighbours in the batch.
+    assert post(served, "/v1/completions", {"prompt": "a", "max_tokens": 2, "temperature": [0.5]})[0] == 200
     found = client.completions.create(prompt=["The sea", "One, two"], n=2, seed=5, temperature=0.8, top_p=0.9, **how)
     texts = [engine.generate(prompt, 10, seed=seed, temperature=0.8, top_p=0.9).text
              for prompt in ("The sea", "One, two") for seed in (5, 6)]
@@ -115,6 +117,7 @@ def post(served, path, body, key="a key"):
     ({"prompt": "a", "stop": [3]}, 400, "stop ([3]) must be"), ({"prompt": "a", "tools": [{}]}, 400, "tools ([{}])"),
     ({"prompt": "a", "logit_bias": {"99999999": 1}}, 400, "99999999"),
     ({"prompt": [10**9]}, 400, "outside the vocabulary"), ({"prompt": "a " * 2**20}, 413, "larger than 1048576 bytes"),
+    ({"prompt": "a", "stream": True, "stream_options": 1}, 400, "must be an object"),
     ({"prompt": "a", "colour": "red"}, 400, "colour ('red') is not supported")])
 def test_what_is_refused(served, body, status, says):
     """In OpenAI's form, with the library's words; the server goes on."""

@@ -171,12 +171,11 @@ class TriforceLM(TemplateLM):
         return sampling, stop, count
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """`triforce eval`: the harness's own command, with this model."""
     from lm_eval.__main__ import cli_evaluate
 
-    arguments = list(sys.argv[2:] if argv is None else argv)
-    before, sys.argv = sys.argv, ["lm_eval", "run", "--model", "triforce", *arguments]
+    before, sys.argv = sys.argv, ["lm_eval", "run", "--model", "triforce", *argv]
     try:
         cli_evaluate()
     finally:

@@ -21,6 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from .config import Sampling, check_biases, names_of, parse_size, split
@@ -40,7 +41,7 @@ try:
 except ImportError as error:
     raise UserError(f"the server needs Starlette and uvicorn ({error}); pip install 'triforce[serve]'") from None
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", "seed")
+SAMPLING = names_of(Sampling)
 KNOWN = {*SAMPLING, "model", "max_tokens", "max_completion_tokens", "stop", "n", "stream", "stream_options", "logprobs",
          "top_logprobs", "messages", "prompt", "chat_template_kwargs"}
 # What says nothing about an answer; and what may be given only with a value that asks for nothing.
@@ -74,7 +75,7 @@ class Job:
     limit: int
     stop: tuple[str, ...]
     logprobs: int | None
-    sampling: dict
+    sampling: dict  # a value for each field of `Sampling`
     send: Callable[[object], None]  # of a piece (str), the result (Generation) or an error; from any thread
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     cached: int = 0  # tokens of the prompt that were held before it came
@@ -144,7 +145,7 @@ class Answers(threading.Thread):
         for job in jobs:
             job.cached = cached
         known = 0 if document is None else len(document)
-        columns = {name: [job.sampling.get(name) for job in jobs] for name in names_of(Sampling)}
+        columns = {name: [job.sampling[name] for job in jobs] for name in jobs[0].sampling}
         stream = self.engine.stream([job.ids[known:] for job in jobs], [job.limit for job in jobs], prefix=document,
                                     stop=list(jobs[0].stop) or None, logprobs=jobs[0].logprobs, **columns)
         going = set(range(len(jobs)))
@@ -317,16 +318,18 @@ class Server:
         for name, value in body.items():
             if name not in KNOWN and value not in NEUTRAL.get(name, ()):
                 raise Refused(f"{name} ({value!r}) is not supported; leave it out", param=name)
+        if not isinstance(body.get("stream_options", {}), dict):
+            raise Refused(f"stream_options ({body['stream_options']!r}) must be an object", param="stream_options")
         if body.get("model", self.name) != self.name:
             raise Refused(f"model {body['model']!r} is not here; there is {self.name!r}", 404, param="model")
         return body
 
     async def respond(self, request: Request, body: dict, prompts: list[list[int]], is_chat: bool, limit,
                       logprobs) -> Response:
-        count, limit = (self.number(body, name, value, most) for name, value, most in (
-            ("n", body.get("n", 1), self.most_choices), ("max_tokens", limit, self.most_tokens)))
+        count = self.number("n", body.get("n", 1), self.most_choices)
+        limit = self.number("max_tokens", limit, self.most_tokens)
         if logprobs is not None:
-            logprobs = self.number(body, "logprobs", logprobs, MOST_LOGPROBS, 0)
+            logprobs = self.number("logprobs", logprobs, MOST_LOGPROBS, 0)
         if len(prompts) * count > self.most_choices:
             raise Refused(f"{len(prompts)} prompts with n {count} are more than {self.most_choices} answers "
                           "(--max-choices)", param="n")
@@ -336,16 +339,18 @@ class Server:
         bias = sampling.get("logit_bias")
         if isinstance(bias, dict):
             sampling["logit_bias"] = {int(one) if str(one).isdigit() else one: value for one, value in bias.items()}
-        # Here, or a mistake would end the answers beside it.
+        # Checked here, and what was checked goes on: a mistake would end the answers beside it.
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
-        check_biases(split(sampling, Sampling, what="option")[0][0].rows(1).logit_bias, self.engine.vocab_size)
+        checked = split(sampling, Sampling, what="option")[0][0].rows(1)
+        check_biases(checked.logit_bias, self.engine.vocab_size)
+        law = {name: value for name, [value] in vars(checked).items()}
         loop, jobs, queues = asyncio.get_running_loop(), [], []
         for ids in prompts:
             self.engine.check_len(len(ids), limit)
             for i in range(count):
                 queue: asyncio.Queue = asyncio.Queue()
-                seed = {"seed": sampling["seed"] + i} if "seed" in sampling else {"seed": uuid.uuid4().int % 2**32}
-                jobs.append(Job(ids, limit, stop, logprobs, sampling | seed, sender(loop, queue)))
+                seed = law["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
+                jobs.append(Job(ids, limit, stop, logprobs, law | {"seed": seed}, sender(loop, queue)))
                 queues.append(queue)
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)
@@ -355,7 +360,7 @@ class Server:
             return JSONResponse(shape.whole(jobs, await gathered(request, queues)))
 
     @staticmethod
-    def number(body: dict, name: str, value, most: int, least: int = 1) -> int:
+    def number(name: str, value, most: int, least: int = 1) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise Refused(f"{name} ({value!r}) must be a whole number from {least} to {most}", param=name)
         return value
@@ -467,7 +472,7 @@ class Shape:
             return {"tokens": [as_text(token) for token, _, _ in rows],
                     "token_logprobs": [value for _, value, _ in rows],
                     "top_logprobs": [{as_text(other): value for other, value in top} for _, _, top in rows],
-                    "text_offset": offsets(result.pieces)}
+                    "text_offset": [0, *accumulate(map(len, result.pieces))][:-1]}
 
         def entry(token: bytes, value: float) -> dict:
             return {"token": as_text(token), "logprob": value, "bytes": list(token)}
@@ -483,14 +488,6 @@ async def forward(i: int, source: asyncio.Queue, target: asyncio.Queue) -> None:
 
 def as_text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
-
-
-def offsets(pieces: list[str]) -> list[int]:
-    found, length = [], 0
-    for piece in pieces:
-        found.append(length)
-        length += len(piece)
-    return found
 
 
 def reason(result: Generation) -> str:

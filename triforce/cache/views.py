@@ -172,13 +172,18 @@ class RetrievalView(View):
 
     def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
         """Sink, recent window and chunks [N, K, num_selected]: [N, K, held]. prefix_len: one for all, or [N]."""
-        window, size, device = self.window_size, self.select_size, chunks.device
+        window, device = self.window_size, chunks.device
         recent_start = (prefix_len - window).reshape(-1, 1, 1)
         # Ring slot j holds the position of the window that is congruent to j, so that a flush overwrites the oldest.
         recent = recent_start + (torch.arange(window, device=device) - recent_start) % window
         sink = torch.arange(self.chunk_size, device=device)
-        tokens = (chunks[..., None] * size + torch.arange(size, device=device)).flatten(2)
+        tokens = self._tokens(chunks)
         return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
+
+    def _tokens(self, chunks: Tensor) -> Tensor:
+        """Where the tokens of chunks [N, K, n] stand: [N, K, tokens]."""
+        size = self.select_size
+        return (chunks[..., None] * size + torch.arange(size, device=chunks.device)).flatten(2)
 
     def _newest(self, i: int) -> tuple[Tensor, Tensor]:
         """The queries that choose a view [H, m, D] and their weights [m]: the latest of layer i whose tokens were kept,
@@ -199,11 +204,16 @@ class RetrievalView(View):
         keys = self._of_row((self.source.chunk_keys if is_chunk else self.source.k)[i])
         keys = keys[:, : self.room // self.select_size]
         queries, weight = self._newest(i)
-        place = torch.arange(keys.shape[1], device=keys.device)
-        begin = self.chunk_size // self.select_size  # after the sink
-        end = (self._of_row(self.source.own_len) - self.window_size) // self.select_size  # from here on: the window
-        mask = torch.where((place >= begin) & (place < end), 0.0, float("-inf"))
+        mask = self._mask(keys.shape[1], self._of_row(self.source.own_len))
         return chunk_scores(queries, keys, weight, mask, 0 if is_chunk else SMOOTHED)
+
+    def _mask(self, count: int, length: Tensor) -> Tensor:
+        """Additive, over chunks or tokens [count]: 0 for those between sink and window, which may be chosen. length: of
+        the prefix."""
+        place = torch.arange(count, device=length.device)
+        begin = self.chunk_size // self.select_size  # after the sink
+        end = (length - self.window_size) // self.select_size  # from here on: the window
+        return torch.where((place >= begin) & (place < end), 0.0, float("-inf"))
 
     def _select_and_copy(self) -> None:
         """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
@@ -234,24 +244,23 @@ class RetrievalView(View):
         Args:
             q: [B, K, G * M, D], the pending token's first of M. One row's view may be read by several rows.
         """
-        source, size, window = self.source, self.chunk_size, self.window_size
+        source, first = self.source, self.chunk_size + self.window_size  # after sink and window
         if i >= source.num_resident:
             return
         q = q.unflatten(2, (self.cache.group, -1))[:, :, :, 0]  # [B, K, G, D]
         if self.of_shared:
             q = q.transpose(0, 1).flatten(1, 2)[None]
-        keys, length = source.chunk_keys[i][:, :, : self.room // size], source.own_len[:, None, None]  # [B, 1, 1]
-        place = torch.arange(keys.shape[2], device=keys.device)
-        mask = torch.where((place > 0) & (place < (length - window) // size), 0.0, float("-inf"))  # [B, 1, C]
-        scores = (q @ keys.transpose(2, 3)).float() * q.shape[-1] ** -0.5 + mask[:, :, None]  # [B, K, R, C]
-        chosen = (scores.softmax(-1).sum(2) + mask).topk(self.num_selected, -1, sorted=False).indices  # [B, K, n]
-        at = (chosen[..., None] * size + torch.arange(size, device=keys.device)).flatten(2)
-        here = torch.arange(size + window, self.held, device=keys.device)
+        keys = source.chunk_keys[i][:, :, : self.room // self.chunk_size]
+        length = source.own_len[:, None, None]  # [B, 1, 1]
+        mask = self._mask(keys.shape[2], length)  # [B, 1, C]
+        paid = shares(q, keys, mask[:, :, None]).sum(2) + mask  # [B, K, C]
+        at = self._tokens(paid.topk(self.num_selected, -1, sorted=False).indices)
+        here = torch.arange(first, self.held, device=keys.device)
         at = torch.where(length > self.budget, at, here.clamp(max=source.k[i].shape[2] - 1))
         rows, heads = (torch.arange(count, device=keys.device) for count in at.shape[:2])
         where = rows[:, None, None], heads[:, None], at
         for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
-            _in_words(view)[:, :, size + window : self.held] = _in_words(tokens)[where]
+            _in_words(view)[:, :, first : self.held] = _in_words(tokens)[where]
 
     def _of_row(self, x: Tensor) -> Tensor:
         """The entry of [B, ...] for the row that is chosen for. It is a copy if there are several rows."""
@@ -294,12 +303,16 @@ def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tens
     """How much queries [H, M, D] of weights [M] attend to each of chunk_keys [K, C, D], pooled over the GQA group:
     [K, C] float32. mask: [C], additive. smoothed: an odd number of neighbours to average over; 0: none."""
     q = queries.reshape(len(chunk_keys), -1, queries.shape[-1])  # [K, G * M, D]
-    scores = (q @ chunk_keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask  # [K, G * M, C]
     weights = weight.repeat(q.shape[1] // len(weight))
-    attended = weights @ scores.softmax(-1)
+    attended = weights @ shares(q, chunk_keys, mask)
     if smoothed:
         attended = torch.nn.functional.avg_pool1d(attended, smoothed, 1, smoothed // 2)
     return attended + mask  # once more: a far chunk's share may round to the same 0
+
+
+def shares(q: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """What each of queries [..., R, D] pays to each of keys [..., C, D], in all 1: [..., R, C] float32."""
+    return ((q @ keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask).softmax(-1)
 
 
 def _in_words(x: Tensor) -> Tensor:

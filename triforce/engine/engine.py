@@ -344,6 +344,8 @@ class Engine:
         if not is_whole(last) or not 1 <= last <= length:
             raise UserError(f"last ({last!r}) must be a whole number, at least 1 and at most {length}, the number of "
                             "ids in a row; leave it out for all of them")
+        if prefix is not None:
+            check_prefix(prefix, self)
         shared = None if prefix is None else prefix.store
         base = 0 if shared is None else shared.lens[0]
         if base and not (all(row[:base] == prefix.tokens[:base] for row in rows) and last <= length - base):

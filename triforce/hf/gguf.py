@@ -13,13 +13,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from ..errors import UserError
-from .config import config_from_hf
+from .config import ARCHITECTURES, config_from_hf
 from .files import FLAG, TEXT, Fields, about, check_file, guarded, number, several, shown, whole
 from .names import FUSED, places
 from .vocabulary import llama_pipeline, merges_of, surround
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-            "phi3": "Phi3ForCausalLM"}
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3")  # called so in config.json, too; "mistral" files call themselves llama
 COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>")  # end a text, if special
@@ -75,7 +74,7 @@ class GGUF:
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
         config = {
-            "architectures": [FAMILIES[self.kind]], "model_type": self.kind, "vocab_size": int(rows),
+            "architectures": [ARCHITECTURES[self.kind]], "model_type": self.kind, "vocab_size": int(rows),
             "hidden_size": dim, "num_hidden_layers": self.value("block_count", COUNT), "num_attention_heads": heads,
             "num_key_value_heads": self.value("attention.head_count_kv", COUNT, heads), "head_dim": head,
             "intermediate_size": self.value("feed_forward_length", COUNT), "hidden_act": "silu",
@@ -125,7 +124,8 @@ class GGUF:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face's name, tensor in float32), one in memory at a time."""
-        names, table = self.package.get_tensor_name_map(self._architecture, self.model.n_layer), places(self.model)
+        architecture = next(one for one, name in self.package.MODEL_ARCH_NAMES.items() if name == self.kind)
+        names, table = self.package.get_tensor_name_map(architecture, self.model.n_layer), places(self.model)
         if self.kind == "phi3":  # which stores the weights of several layers as one
             table = [name.replace(part, fused) for fused, parts in FUSED.items() for part in parts for name in table]
         theirs = {names.get_name(name, (".weight", ".bias")): name for name in table}
@@ -133,18 +133,15 @@ class GGUF:
             if name.startswith(("rope_freqs.", "rope_factors_")):
                 continue
             if name not in theirs:
-                raise UserError(f"{self.path} has a tensor {name}, which has no place in a {FAMILIES[self.kind]}; use "
+                raise UserError(f"{self.path} has a tensor {name}, which has no place in a {self.kind} model; use "
                                 "the model's own folder")
-            wide = self.package.dequantize(tensor.data, tensor.tensor_type)
+            with guarded(f"{self.path}: tensor {name} cannot be widened from {tensor.tensor_type.name}"):
+                wide = self.package.dequantize(tensor.data, tensor.tensor_type)
             # Shapes are listed from the fastest dimension on.
             found = torch.from_numpy(wide.copy()).view(*map(int, reversed(tensor.shape)))
             if self.kind == "llama" and (".attn_q." in name or ".attn_k." in name):  # the two of a pair lie together
                 found = found.unflatten(0, (-1, self.model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
             yield theirs[name], found
-
-    @property
-    def _architecture(self):
-        return next(one for one, name in self.package.MODEL_ARCH_NAMES.items() if name == self.kind)
 
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
@@ -152,18 +149,25 @@ class GGUF:
         return self.fields.get(f"tokenizer.ggml.{name}", kind, *default)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The token of each id."""
+        return self._field("tokens", several(TEXT))
+
+    @cached_property
+    def types(self) -> tuple[int, ...]:
+        """The type of each id."""
+        return self._field("token_type", IDS, (NORMAL,) * len(self.names))
+
+    @cached_property
     def tokens(self) -> dict[str, int]:
         """Ids, without those that only fill up the vocabulary."""
-        names = self._field("tokens", several(TEXT))
-        types = self._field("token_type", IDS, [NORMAL] * len(names))
-        return {name: i for i, (name, kind) in enumerate(zip(names, types, strict=True)) if kind != UNUSED}
+        return {name: i for i, (name, kind) in enumerate(zip(self.names, self.types, strict=True)) if kind != UNUSED}
 
     def special(self) -> dict[str, str]:
         """Named special tokens."""
-        names, ids = self._field("tokens", several(TEXT)), {}
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            ids[name] = self._field(f"{key}_token_id", whole(0, len(names) - 1), None)
-        return {f"{name}_token": names[i] for name, i in ids.items() if i is not None}
+        keys, an_id = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}, whole(0, len(self.names) - 1)
+        ids = {name: self._field(f"{key}_token_id", an_id, None) for name, key in keys.items()}
+        return {f"{name}_token": self.names[i] for name, i in ids.items() if i is not None}
 
     def eos_ids(self) -> list[int]:
         """All tokens that end a text: the file names one, chat models have more."""
@@ -172,12 +176,11 @@ class GGUF:
         return sorted({i for i in own if i is not None} | {self.tokens[one] for one in ENDS if one in special})
 
     def _of_type(self, kind: int) -> list[str]:
-        names = self._field("tokens", several(TEXT))
-        return [name for name, its in zip(names, self._field("token_type", IDS, ()), strict=False) if its == kind]
+        return [name for name, its in zip(self.names, self.types, strict=True) if its == kind]
 
     def tokenizer(self) -> tuple[Tokenizer, dict]:
         """The pipeline for tokenizer.json, and tokenizer_config.json."""
-        with about(self.path):
+        with about(self.path), guarded("the tokenizer cannot be read"):
             kind, special = self._field("model", TEXT), self.special()
             if kind not in ("gpt2", "llama"):
                 raise UserError(f"tokenizer {shown(kind)} is not supported; supported are byte-level BPE (gpt2) and "
