@@ -12,6 +12,7 @@ acceptance are those of the small trained model. Prints a table for each context
 
 import argparse
 import contextlib
+import gc
 import json
 import platform
 import sys
@@ -205,9 +206,9 @@ def transformers_model(target: Transformer):
     return model.eval()
 
 
-def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]:
-    """Milliseconds per token of transformers with the same weights, sdpa attention and its own cache: by itself, with
-    the same draft model as its assistant, and with prompt lookup. From the first token on, prefill not counted."""
+def transformers_times(model, assistant, ids: list[int], args) -> dict[str, float]:
+    """Milliseconds per token of a model of transformers, with sdpa attention and its own cache: by itself, with an
+    assistant, if there is one, and with prompt lookup. From the first token on, prefill not counted."""
     from transformers import StoppingCriteria
 
     class Clock(StoppingCriteria):
@@ -215,15 +216,18 @@ def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]
             self.seen = []
 
         def __call__(self, tokens, scores, **more):
+            if tokens.is_cuda:  # or the first token's time would lack a prefill that still runs
+                torch.cuda.synchronize()
             self.seen.append((time.perf_counter(), tokens.shape[1]))
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-    model, row = transformers_model(engine.target), {}
-    prompt = torch.tensor([ids], device=engine.device)
+    row, prompt = {}, torch.tensor([ids], device=model.device)
     ways = {"": {}, "_lookup": {"prompt_lookup_num_tokens": 10}}
-    if engine.draft is not None:
-        ways["_assisted"] = {"assistant_model": transformers_model(engine.draft)}
+    if assistant is not None:
+        ways["_assisted"] = {"assistant_model": assistant}
     for name, how in ways.items():
+        if not name:
+            model.generate(prompt, max_new_tokens=2, pad_token_id=0)  # kernels are loaded, memory is taken
         torch.manual_seed(0)
         clock, begun = Clock(), time.perf_counter()
         model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.peer_tokens, do_sample=True,
@@ -233,7 +237,8 @@ def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]
         if not name:
             row["transformers_prefill_s"] = first - begun
         row[f"transformers{name}_tbt_ms"] = (last - first) / (stop - start) * 1e3
-        engine.release()  # what transformers left
+        gc.collect()
+        torch.cuda.empty_cache()  # what transformers left
     return row
 
 
@@ -278,7 +283,8 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     if args.peers:
         state = None  # 64 GB of K/V at 7B
         engine.release()
-        row |= transformers_times(engine, ids, args)
+        draft = None if engine.draft is None else transformers_model(engine.draft)
+        row |= transformers_times(transformers_model(engine.target), draft, ids, args)
     return row
 
 

@@ -10,10 +10,13 @@ before these rows through the view, the full level sees all of it. For each way 
 that a token which the view's level draws is kept (the sum of the smaller of both probabilities), the mean over
 --positions tokens.
 
-`speed` generates: medians over --seeds texts of --max-new-tokens each, autoregression, and with --peers transformers on
-the same weights (by itself, assisted by the same draft, with prompt lookup). A text that loops flatters every draft, so
-the share of its 8-grams that it has said before stands beside its time. --question asks this after the text, in the
-model's chat template. --yarn stretches a window by this factor.
+With --draft, the draft model too, over its first and newest tokens (--draft-windows).
+
+`speed` generates: medians over --seeds texts of --max-new-tokens each, the whole call (prefill and --whole tokens),
+autoregression, and with --peers transformers on the same weights (by itself, assisted by the same draft, with prompt
+lookup). A text that loops flatters every draft, so the share of its 8-grams that it has said before stands beside its
+time. --question asks this after the text, in the model's chat template. --yarn stretches a window by this factor. Each
+--setting is measured in turn, and a table at the end has a line for each. --quick does a few minutes of it.
 """
 
 import argparse
@@ -36,6 +39,7 @@ import triforce
 from triforce import Engine, attention
 from triforce.cache.blocks import prefill_blocks
 from triforce.cache.kv_cache import KVCache
+from triforce.model import Transformer
 
 SINK, RECENT = 8, 0.25  # tokens, and the share of the budget, that every view holds
 QUERIES = 16  # of the latest tokens, that choose a view which stays
@@ -72,7 +76,7 @@ class Seen:
 
     def mass(self, queries: Tensor, keys: Tensor) -> Tensor:
         """What each row's queries pay to each of keys [K, C, D], over the heads that share it: [K, M, C] float32."""
-        scores = (queries @ keys.transpose(1, 2)).float() * queries.shape[-1] ** -0.5
+        scores = (queries * queries.shape[-1] ** -0.5 @ keys.transpose(1, 2)).float()
         return scores.softmax(-1).unflatten(1, (-1, self.rows if queries is self.q else 1)).sum(1)
 
     def spread(self, chosen: Tensor, chunk: int) -> Tensor:
@@ -167,23 +171,33 @@ class Rows:
         seen = torch.cat([visible, own.expand(len(visible), -1, -1)], 2)  # [K or 1, M, S + M]
         bias = torch.where(seen, 0.0, attention.HIDDEN).repeat(1, group, 1)
         k, v = torch.cat([k, self.k], 2)[0], torch.cat([v, self.v], 2)[0]
-        scores = (q[0] @ k.transpose(1, 2)).float() * q.shape[-1] ** -0.5 + bias
+        scores = (q[0] * q.shape[-1] ** -0.5 @ k.transpose(1, 2)).float() + bias
         self.queries = q[0]
         return [((scores.softmax(-1).to(v.dtype) @ v)[None], scores.logsumexp(-1)[None])]
 
 
-def forced(engine: Engine, cache: KVCache, ids: Tensor, start: int, positions: int, rows: int, way, budget: int,
+def forced(model: Transformer, cache: KVCache, ids: Tensor, start: int, positions: int, rows: int, way, budget: int,
            ) -> Iterator[Tensor]:
     """Logits [rows, V] after the text's own tokens, for `positions` tokens from `start` on."""
-    target, latest = engine.target, []
+    latest = []
     for begin in range(start, start + positions, rows):
         block = Rows(cache, begin, rows, way, budget, latest)
-        queries, x = [], target.embedding(ids[:, begin : begin + rows])
-        for i, layer in enumerate(target.layers):
+        queries, x = [], model.embedding(ids[:, begin : begin + rows])
+        for i, layer in enumerate(model.layers):
             x = layer(x, block.layer(i))
             queries.append(block.queries)
         latest = queries
-        yield target.output(target.norm(x))[0, :, : engine.vocab_size].float()
+        yield model.output(model.norm(x))[0].float()
+
+
+def filled(model: Transformer, ids: Tensor, engine: Engine) -> KVCache:
+    """A cache of the text."""
+    total = ids.shape[1]
+    cache = KVCache(model.config, model.rope, batch=1, capacity=total, block_size=1, flush_interval=1, chunk_size=0,
+                    device=engine.device, dtype=model.dtype)
+    blocks = prefill_blocks(cache, range(1), 0, total, engine.settings.prefill_chunk_size)
+    model.prefill(ids, blocks, cache_only=True)
+    return cache
 
 
 def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -198,26 +212,30 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 @torch.inference_mode()
 def acceptance(engine: Engine, ids: list[int], context: int, args) -> dict[str, dict[str, float]]:
     """Of one text: by way and budget, the chance that a token is kept, for each temperature."""
-    target, total = engine.target, context + args.positions
-    cache = KVCache(target.config, target.rope, batch=1, capacity=total, block_size=1, flush_interval=1, chunk_size=0,
-                    device=engine.device, dtype=target.dtype)
-    row = torch.tensor([ids[:total]], device=engine.device)
-    blocks = prefill_blocks(cache, range(1), 0, total, engine.settings.prefill_chunk_size)
-    target.prefill(row, blocks, cache_only=True)
+    row = torch.tensor([ids[: context + args.positions]], device=engine.device)
     laws, found = ((0.6, 0.9), (1.0, 1.0)), {}
-    exact = [[distribution(logits, *law) for law in laws]
-             for logits in forced(engine, cache, row, context, args.positions, args.rows, None, 0)]
-    for budget in args.budgets:
-        for name in args.ways:
-            begun, chances = time.perf_counter(), {law: [] for law in laws}
-            drafts = forced(engine, cache, row, context, args.positions, args.rows, WAYS[name], budget)
-            for exactly, logits in zip(exact, drafts, strict=True):
-                for p, (law, seen) in zip(exactly, chances.items(), strict=True):
-                    seen.append(torch.minimum(p, distribution(logits, *law)).sum(-1))
-            found[f"{name}, {budget}"] = {f"T {law[0]}": round(torch.cat(seen).mean().item(), 4)
-                                          for law, seen in chances.items()}
-            print(f"{name:<24}{budget:>7,}  " + "  ".join(f"{key} {value:.3f}" for key, value in
-                  found[f"{name}, {budget}"].items()) + f"  ({time.perf_counter() - begun:.0f} s)", flush=True)
+
+    def logits(model: Transformer, cache: KVCache, way, budget: int) -> Iterator[Tensor]:
+        for rows in forced(model, cache, row, context, args.positions, args.rows, way, budget):
+            yield rows[:, : engine.vocab_size]
+
+    cache = filled(engine.target, row, engine)
+    exact = [[distribution(rows, *law) for law in laws] for rows in logits(engine.target, cache, None, 0)]
+    tries = [(name, engine.target, budget) for budget in args.budgets for name in args.ways]
+    if engine.draft is not None:
+        tries += [("draft", engine.draft, window + SINK) for window in args.draft_windows]
+    for name, model, budget in tries:
+        begun, chances = time.perf_counter(), {law: [] for law in laws}
+        if model is not engine.target and cache.config is engine.target.config:
+            cache = filled(model, row, engine)
+        way = WAYS.get(name, streaming if budget < context else None)
+        for exactly, rows in zip(exact, logits(model, cache, way, budget), strict=True):
+            for p, (law, seen) in zip(exactly, chances.items(), strict=True):
+                seen.append(torch.minimum(p, distribution(rows, *law)).sum(-1))
+        kept = {f"T {law[0]}": round(torch.cat(seen).mean().item(), 4) for law, seen in chances.items()}
+        found[f"{name}, {budget}"] = kept
+        print(f"{name:<24}{budget:>7,}  " + "  ".join(f"{key} {value:.3f}" for key, value in kept.items())
+              + f"  ({time.perf_counter() - begun:.0f} s)", flush=True)
     return found
 
 
@@ -228,24 +246,67 @@ def repeated(tokens: list[int]) -> float:
 
 
 def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
-    """Of one prompt: medians over the seeds, for each temperature."""
-    row = {}
+    """Of one prompt: medians over the seeds, for each temperature; seconds of whole calls."""
+    begun, row = time.perf_counter(), {}
+
+    def law(temperature: float) -> dict:
+        return {"temperature": temperature, "top_p": 1.0 if temperature == 1 else args.top_p, "ignore_eos": True}
+
+    engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(args.temperatures[0]))
+    row["first_call_s"] = time.perf_counter() - begun
     for temperature in args.temperatures:
-        how = {"temperature": temperature, "top_p": 1.0 if temperature == 1 else args.top_p, "ignore_eos": True}
-        engine.generate(ids, min(64, args.max_new_tokens), seed=0, **how)
-        runs = [engine.generate(ids, args.max_new_tokens, seed=seed, **how) for seed in range(args.seeds)]
+        engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(temperature))
+        runs = [engine.generate(ids, args.max_new_tokens, seed=seed, **law(temperature)) for seed in range(args.seeds)]
         every = {"ms": [run.stats.tbt * 1e3 for run in runs], "loops": [repeated(run.tokens) for run in runs],
                  "tokens_a_verify": [run.stats.block_efficiency for run in runs]}
         for name, values in every.items():
             row[f"T{temperature:g}_{name}"] = statistics.median(values)
         row[f"T{temperature:g}_ms_by_seed"] = [round(value, 2) for value in every["ms"]]
+        if controller := engine.buffers.state.pilot.controller:  # gamma="auto": what it knows at the end
+            row[f"T{temperature:g}_plan"] = str(controller.plan)
+            row[f"T{temperature:g}_rates"] = {name: round(rate.mean, 3) for name, rate in controller.rates.items()}
+            row["costs_ms"] = {" ".join(map(str, part)): round(controller.costs[part], 2)
+                               for part in controller.costs.number}
     plain = engine.generate(ids, 48, seed=0, speculate=False, one_row=True, ignore_eos=True)
-    row |= {"autoregression_ms": plain.stats.tbt * 1e3, "prefill_s": runs[0].stats.prefill,
-            "peak_memory_gib": runs[-1].stats.peak_memory / 2**30}
+    row |= {"autoregression_ms": plain.stats.tbt * 1e3, "peak_memory_gib": runs[-1].stats.peak_memory / 2**30}
+    for count in args.whole:
+        engine.buffers.state.reset()  # prefills anew
+        begun = time.perf_counter()
+        run = engine.generate(ids, count, seed=0, **law(args.temperatures[0]))
+        row[f"whole_{count}_s"] = time.perf_counter() - begun
+        row["ttft_s"] = run.stats.ttft
     if args.peers:
         args.temperature = args.temperatures[0]
-        row |= transformers_times(engine, ids, args)
+        engine.release()
+        peers = [None if folder is None else peer(folder, engine) for folder in (args.checkpoint, args.draft)]
+        row |= transformers_times(*peers, ids, args)
     return row
+
+
+def peer(folder: str, engine: Engine):
+    """transformers' own model of a folder."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=engine.target.dtype).to(engine.device).eval()
+
+
+def table(rows: list[dict], whole: list[int]) -> str:
+    """Whole calls in seconds, and tokens in milliseconds: transformers at its fastest, no drafts, with drafts."""
+    head = ["text", "tokens"] + [f"{who}, {what}" for what in (*(f"{n} new, s" for n in whole), "ms a token")
+                                 for who in ("transformers", "no drafts", "triforce")]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        peers = [value for name, value in row.items() if name.startswith("transformers") and name.endswith("_tbt_ms")]
+        ms = {"peer": min(peers, default=None), "plain": row["autoregression_ms"],
+              "ours": row[next(name for name in row if name.endswith("_ms") and name.startswith("T"))]}
+        first = {"peer": row.get("transformers_prefill_s"), "plain": row.get("ttft_s")}
+        cells = [row["text"], f"{row['context']:,}"]
+        for count in whole:
+            cells += ["" if ms[who] is None else f"{first[who] + (count - 1) * ms[who] / 1e3:.1f}"
+                      for who in ("peer", "plain")] + [f"{row[f'whole_{count}_s']:.1f}"]
+        cells += ["" if value is None else f"{value:.2f}" for value in ms.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "Whole calls of others: their first token's time, and their time a token for the rest."])
 
 
 def stretched(folder: str | None, factor: float, place: Path) -> str | None:
@@ -265,32 +326,47 @@ def stretched(folder: str | None, factor: float, place: Path) -> str | None:
 
 
 def run(args) -> None:
+    rows = []
     with tempfile.TemporaryDirectory() as place:
         checkpoint, draft = (stretched(folder, args.yarn, Path(place)) for folder in (args.checkpoint, args.draft))
-        engine = triforce.load(checkpoint, draft=draft or False, device=args.device, dtype=args.dtype,
-                               compile=args.compile, offload=args.offload, **args.setting)
-        machine = {"device": harness.device_name(args.device), "torch": torch.__version__, "date": str(date.today()),
-                   "what": args.what, "checkpoint": Path(args.checkpoint).name, "dtype": engine.target.dtype_name,
-                   "yarn": args.yarn, "compile": args.compile, "offload": args.offload, **args.setting}
-        for path in args.text:
-            ids = engine.encode_prompt(harness.read_text(path))
-            for context in args.contexts:
-                if len(ids) < context + args.positions:
-                    raise SystemExit(f"{path} has {len(ids):,} tokens, and {context + args.positions:,} are needed")
-                title = f"{Path(path).stem}, {context:,} tokens"
-                about = {"text": Path(path).stem, "context": context}
-                if args.what == "acceptance":
-                    print(f"--- {title}", flush=True)
-                    about |= {"positions": args.positions, "rows": args.rows}
-                    found = acceptance(engine, ids, context, args)
-                    if args.out:
-                        harness.append(args.out, {**machine, **about, "kept": found})
-                    continue
+        args.checkpoint, args.draft = checkpoint, draft
+        for setting in args.setting:
+            rows += measured(args, setting)
+    if args.what == "speed":
+        print(table(rows, args.whole))
+
+
+def measured(args, setting: dict) -> list[dict]:
+    """A row for each text and context."""
+    engine = triforce.load(args.checkpoint, draft=args.draft or False, device=args.device, dtype=args.dtype,
+                           compile=args.compile, offload=args.offload, **setting)
+    machine = {"device": harness.device_name(args.device), "torch": torch.__version__, "date": str(date.today()),
+               "what": args.what, "checkpoint": Path(args.checkpoint).name, "dtype": engine.target.dtype_name,
+               "yarn": args.yarn, "compile": args.compile, "offload": args.offload, **setting}
+    rows = []
+    for path in args.text:
+        ids = engine.encode_prompt(harness.read_text(path))
+        for context in args.contexts:
+            if len(ids) < context + args.positions:
+                raise SystemExit(f"{path} has {len(ids):,} tokens, and {context + args.positions:,} are needed")
+            title = f"{Path(path).stem}, {context:,} tokens {setting or ''}"
+            about = {"text": Path(path).stem, "context": context}
+            if args.what == "acceptance":
+                print(f"--- {title}", flush=True)
+                about |= {"positions": args.positions, "rows": args.rows}
+                row = about | {"kept": acceptance(engine, ids, context, args)}
+                if args.out:
+                    harness.append(args.out, machine | row)
+            else:
                 prompt = ids[:context]
                 if args.question:
                     text = engine.tokenizer.decode(prompt) + "\n\n" + args.question
-                    prompt, about["question"] = engine.encode_prompt([{"role": "user", "content": text}]), args.question
-                harness.report(title, about | speed(engine, prompt, args), machine, args.out)
+                    prompt = engine.encode_prompt([{"role": "user", "content": text}])
+                    about["question"] = args.question
+                row = about | speed(engine, prompt, args)
+                harness.report(title, row, machine, args.out)
+            rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -304,13 +380,17 @@ def main() -> None:
     p.add_argument("--positions", type=int, default=1024, help="tokens that are looked at, after each context")
     p.add_argument("--rows", type=int, default=8, help="tokens between two looks at the exact text")
     p.add_argument("--budgets", type=int, nargs="+", default=[4096])
+    p.add_argument("--draft-windows", type=int, nargs="+", default=[256, 1024, 4096, 10**9], help="newest tokens")
     p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0, 0.0])
     p.add_argument("--top-p", type=float, default=0.9)
     p.add_argument("--question")
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--seeds", type=int, default=6)
-    p.add_argument("--setting", type=json.loads, default={}, help='options of `load`, as JSON: {"draft_window": 1024}')
+    p.add_argument("--whole", type=int, nargs="*", default=[256, 2048], help="new tokens of whole calls")
+    p.add_argument("--setting", type=json.loads, nargs="+", default=[{}],
+                   help='options of `load`, as JSON: {"draft_window": 1024}')
+    p.add_argument("--quick", action="store_true", help="a few minutes: one temperature, 3 texts, peers")
     p.add_argument("--device")
     p.add_argument("--dtype", default=None)
     p.add_argument("--compile", action="store_true", default=None)
@@ -320,6 +400,8 @@ def main() -> None:
     p.add_argument("--out", help="a file of JSON lines")
     args = p.parse_args()
     args.plot = None
+    if args.quick:
+        args.temperatures, args.seeds, args.peers = args.temperatures[:1], 3, True
     harness.run_or_plot(run, None, args)
 
 

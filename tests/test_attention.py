@@ -69,6 +69,18 @@ def test_rows_that_see_themselves(dtype, tolerance):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_float16_products_beyond_its_range():
+    """As those of a Qwen2.5, whose first keys have a bias in the hundreds."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, rows, 64).half() for rows in (3, 40, 40))
+    q, k = q + 60, k + 60  # products of 230,000
+    out, lse = attention.dense(q, k, v)
+    expected, expected_lse = softmax_attention(q, k, v, torch.ones(3, 40, dtype=torch.bool))
+    assert (q.double() @ k.double().transpose(2, 3)).min() > 65_504
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-3, atol=0)
+    assert torch.isfinite(out).all() and (out - expected).abs().max() < 2
+
+
 def test_empty_states():
     q = torch.randn(1, 2, 3, 8)
     none = torch.empty(1, 2, 0, 8)

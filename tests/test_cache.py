@@ -1,6 +1,7 @@
 """Buffers against a slow twin: one growing cache, or a loop over positions. Of triforce/cache as a whole."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,8 +143,8 @@ def test_snapkv_is_sink_window_and_best_tokens(pair):
 @pytest.mark.parametrize("base, own", [(0, (400,)), (0, (400, 30)), (192, (90, 110))],
                          ids=["one row", "one is short", "a shared prefix"])
 def test_a_view_that_follows_holds_what_a_steps_queries_attend_to(pair, base, own, monkeypatch):
-    """In each step and layer the best chunks of the pending token by mean key, softmax and sum over heads, and over the
-    rows that share the view; sink and window too. A row whose prefix fits keeps it whole."""
+    """In each step and layer the best chunk of each residue class for the pending token by mean key, softmax and sum
+    over heads, and over the rows that share the view; sink and window too. A row whose prefix fits keeps it whole."""
     seen, follow = [], RetrievalView.follow
 
     def recorded(view, i, q):
@@ -168,7 +169,8 @@ def test_a_view_that_follows_holds_what_a_steps_queries_attend_to(pair, base, ow
             first, last = 1, (lens[row] - view.window_size) // size
             means = torch.stack([keys[c * size : (c + 1) * size].mean(0) for c in range(first, last)])
             mass = sum((query @ means.T * 8**-0.5).softmax(-1) for query in queries)
-            best = sorted(int(c) + first for c in mass.topk(view.num_selected).indices)
+            best = [max(range(first + (kind - first) % view.num_selected, last, view.num_selected),
+                        key=lambda c: mass[c - first]) for kind in range(view.num_selected)]
             held = [size * c + j for c in best for j in range(size)]
             rest = [*range(size), *range(lens[row] - view.window_size, lens[row])]
             for mine, theirs in ((k, keys), (v, values)):
@@ -243,6 +245,13 @@ def test_streaming_cache_equals_a_loop_over_positions():
                 expected = sum(w[:, None] * values[b, :, p] for w, p in zip(weights, seen, strict=True))
                 torch.testing.assert_close(out[b, :, i], expected, rtol=1e-6, atol=1e-6)
         done = [d + max(rows - a, 0) for d, a in zip(done, ahead, strict=True)]
+
+
+@pytest.mark.parametrize("positions, window", [(1024, 256), (16384, 2048), (131072, 4096)])
+def test_a_drafts_window_by_the_positions_of_its_checkpoint(pair, positions, window):
+    draft = Transformer.random(replace(pair[1].config, max_position_embeddings=positions), dtype=torch.float32)
+    state = make_state(pair[0], draft, [random_prompt(100)], capacity=8000, retrieval=False)
+    assert state.hierarchy.sources["model"].memory.cache.window_size == window
 
 
 def test_a_draft_that_was_left_out_catches_up(pair):

@@ -103,3 +103,12 @@ def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, w
         assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])
         assert torch.equal(view.v[i][:, :, :prefix], full.v[i][:, :, :prefix])
     assert view.num_rebuilds == 0 and (whole or view.lens[0] <= 64)
+
+
+def test_chunks_are_scored_where_products_leave_the_range_of_float16():
+    torch.manual_seed(0)
+    queries, keys = 60 + torch.randn(4, 8, 64), 60 + 4 * torch.randn(2, 20, 64)
+    scores = chunk_scores(queries.half(), keys.half(), torch.ones(8), torch.zeros(20))
+    exact = chunk_scores(queries.double(), keys.double(), torch.ones(8), torch.zeros(20))
+    assert (queries @ keys.transpose(1, 2).repeat_interleave(2, 0)).min() > 65_504
+    assert torch.isfinite(scores).all() and torch.equal(scores.argmax(1), exact.argmax(1))

@@ -352,8 +352,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: Tensor | None
     # In half precision the operands stay as they are: widening K and V would read and write them once more. A GPU's
     # tensor cores give the float32 sums; a CPU rounds them, which it may do only where no mask needs exact zeros.
     narrow = _is_half(q.dtype) and (q.is_cuda or q.device.type == "cpu" and bias is None)
+    scale = q.shape[-1] ** -0.5
+    if narrow and not q.is_cuda:  # or else the rounded products of a Qwen2.5 overflow
+        q, scale = q * scale, 1.0
     scores = _matmul(q, k.transpose(-1, -2), wide) if narrow else q.to(wide) @ k.to(wide).transpose(-1, -2)
-    scores = scores * q.shape[-1] ** -0.5  # [B, K, R, S]
+    scores = scores * scale  # [B, K, R, S]
     if bias is not None:
         scores = scores + bias
     top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)  # a row that sees nothing: exp(-inf), not nan
