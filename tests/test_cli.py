@@ -21,6 +21,7 @@ import triforce
 from triforce import cli
 from triforce.cli import main, request, run
 from triforce.cli.main import COMMANDS, COMMON, parser
+from triforce.engine.engine import Engine
 from triforce.engine.session import Stream
 from triforce.errors import UserError
 
@@ -266,6 +267,35 @@ def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces, flags):
         report = json.loads(rest)
         assert report["finish_reason"] == "interrupted" and 3 <= len(report["tokens"]) < 400 and report["text"]
         assert "tokens per second" in errors and "compare" not in report and report["stats"]["load"] > 0
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_demonstration(differs, monkeypatch, capsys):
+    """Without flags: all questions are answered in three ways, with the whole time of each."""
+    asked, generate = [], Engine.generate
+
+    def counted(engine, prompt, *more, **how):
+        count = len(prompt) if isinstance(prompt, list) else 1
+        asked.append((count, how.get("speculate", True), how["max_new_tokens"]))
+        result = generate(engine, prompt, *more, **how)
+        if differs and asked[-1][1:] == (False, 5):
+            result.tokens[3] += 1
+        return result
+
+    small = {"DEMO": run.DEMO[:2], "DEMO_TOKENS": 6, "COMPARED_TOKENS": 5, "DEFAULT_PROMPT_LEN": 600}
+    for name, value in small.items():
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(Engine, "generate", counted)
+    assert cli.main([]) == int(differs)
+    assert asked == [(2, True, 6), (2, False, 6), (1, False, 6), (1, False, 6), (1, True, 5), (1, False, 5)]
+    out, errors = capsys.readouterr()
+    rows = dict(re.findall(r"(?m)^(\S.*?)  +(\d.*)$", errors))
+    ways = ["one after the other, without drafts", "side by side, without drafts", "side by side, with drafts"]
+    for whole, answers in (re.findall(r"[\d.]+", rows[way]) for way in ways):
+        assert float(whole) > float(answers)
+    assert ("DIFFERENT from token 3" if differs else "5 tokens, speculation on and off: identical") in errors
+    assert out.startswith(f"> {run.DEMO[0]}\n") and "last line beside first" in rows
+    assert all(len(line) <= 80 for line in (out + errors).splitlines())
 
 
 def test_a_file_of_prompts(tmp_path, capsys):

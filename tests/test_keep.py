@@ -13,7 +13,7 @@ from triforce.engine.keep import cut, fit
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
 TEXT = " ".join(f"word{i}" for i in range(400))
 FLAGS = ["--prompt", TEXT, "--device", "cpu", "--max-seq-len", "200", "--max-new-tokens", "20", "--gamma", "6",
-         "--ignore-eos", "--no-compare"]
+         "--ignore-eos"]
 
 
 @pytest.mark.parametrize("keep, room, bos, kept", [

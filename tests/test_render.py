@@ -150,7 +150,7 @@ def test_spans_of_a_growing_text():
 
 
 FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "24", "--device", "cpu", "--gamma", "6",
-         "--temperature", "0", "--ignore-eos", "--no-compare"]
+         "--temperature", "0", "--ignore-eos"]
 
 
 def plain(text: str) -> str:

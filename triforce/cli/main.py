@@ -101,8 +101,8 @@ FLAGS = {
     "speculation": (
         Settings,
         ("no-speculation", SWITCH, "the same steps, one token at a time. At temperature 0 the same text"),
-        ("compare", {"action": argparse.BooleanOptionalAction}, "compare with the fastest autoregression: the speed, "
-         "and 64 tokens, greedy and with --sampling coupled drawn (default: only without flags)"))}
+        ("compare", SWITCH, "compare with the fastest autoregression: the speed, and 64 tokens, greedy and with "
+         "--sampling coupled drawn"))}
 
 
 def parser() -> Parser:
@@ -190,7 +190,7 @@ def generate(argv: list[str]) -> int:
     request = None if "WORLD_SIZE" in os.environ else read_request(args, not argv)  # before PyTorch is imported
     with importing():
         from ..parallel import from_environment, leave, read_first
-        from .run import answer
+        from .run import answer, demonstrate
     group, args.device = from_environment(getattr(args, "device", None))
     stderr = sys.stderr
     if group is not None and group.rank > 0:
@@ -198,7 +198,7 @@ def generate(argv: list[str]) -> int:
         logging.disable()
     try:
         request = request or read_first(group, lambda: read_request(args, not argv))
-        status = answer(args, group, request, not argv if args.compare is None else args.compare)
+        status = (answer if argv or not request.is_demo else demonstrate)(args, group, request)
     except Exception:
         sys.stderr = stderr  # a rank that fails alone has to say why
         raise

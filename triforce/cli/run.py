@@ -26,9 +26,12 @@ from .request import DEFAULT_PROMPT_LEN, Request, first_given, given
 
 COMPARED_TOKENS = 64  # are timed, and checked
 TURNS = 4  # of each way
+DEMO = ("What is this text about?", "How does a string begin?", "What is said about numbers?", "What may a class hold?",
+        "When is an exception raised?", "How are values compared?", "Which names are special?", "What may a call have?")
+DEMO_TOKENS = 80  # of each answer
 
 
-def answer(args, group, request: Request, wants_comparison: bool) -> int:
+def answer(args, group, request: Request) -> int:
     """Exit status of the command.
 
     It answers a list of items. An item has what its line of a file holds, the prompt as ids (about a document: the
@@ -60,8 +63,43 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         items = [encoded(engine, args, request, {"prompt": request.document})]
         introduce(engine, items[0]["prompt"], args, request)
     if args.prompts is None and args.questions is None and args.num_samples in (None, 1):
-        return answer_one(engine, args, items[0], options, loaded, wants_comparison)
+        return answer_one(engine, args, items[0], options, loaded)
     return answer_all(engine, args, items, options, loaded)
+
+
+def demonstrate(args, group, request: Request) -> int:
+    """What the command does without flags: questions about one document, side by side with drafts, and in two slower
+    ways. Exit status of the command."""
+    engine = load_engine(args, group)
+    loaded, questions = time.perf_counter() - args.begun, [as_text(one) for one in DEMO]
+    document, _, _ = fitted(engine, args, request, request.document, DEMO[0])
+    about_toy(engine, args)
+    wrap(f"{len(DEMO)} questions about {len(document):,} tokens of CPython's language reference are answered, "
+         f"{DEMO_TOKENS} tokens each. A toy's answers mean little. What counts is the clock.")
+    begun = time.perf_counter()
+    with closing(Bar("prefill", len(document))) as bar:
+        book = engine.prefill(document, on_progress=bar)
+    before, without = loaded + time.perf_counter() - begun, {"speculate": False, "one_row": True}
+    count = {"max_new_tokens": DEMO_TOKENS, "prefix": book, "ignore_eos": True, "seed": 0}
+
+    def timed(prompts: list, **how) -> tuple[list, float]:
+        begun = time.perf_counter()
+        with closing(Bar("decode", DEMO_TOKENS * len(DEMO))) as bar:
+            results = [engine.generate(prompt, on_decode=bar.count, **count, **how) for prompt in prompts]
+        return results, time.perf_counter() - begun
+
+    (answers,), ours = timed([questions])
+    print(f"> {DEMO[0]}\n{textwrap.fill(textwrap.shorten(answers[0].text, 150, placeholder=' ...'), 78)}\n", flush=True)
+    _, beside = timed([questions], **without)
+    _, plain = timed(questions, **without)
+    say(f"\n{'':<40}whole run   answers")
+    for name, took in (("one after the other, without drafts", plain), ("side by side, without drafts", beside),
+                       ("side by side, with drafts", ours)):
+        say(f"{name:<40}{before + took:7.1f} s {took:7.1f} s")
+    say(f"{'last line beside first':<40}{(before + plain) / (before + ours):7.1f}x{plain / ours:8.1f}x\n")
+    lines, report = same_tokens(engine, questions[0], {**count, "max_new_tokens": COMPARED_TOKENS}, {})
+    say("\n".join(lines) + "\nYour own text: docs/guide.md, or triforce --help")
+    return int(report["greedy_first_difference"] is not None)
 
 
 def load_engine(args, group):
@@ -72,7 +110,7 @@ def load_engine(args, group):
     return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **chosen)
 
 
-def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_comparison: bool) -> int:
+def answer_one(engine, args, item: dict, options: dict, loaded: float) -> int:
     """Prints it as it comes, unless --json. loaded: seconds until the model was ready."""
     if "prefix" not in options:
         options["on_prefill"] = Bar("prefill", len(item["prompt"]))
@@ -96,7 +134,7 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
         draw(f"\n{legend(result.levels, wants_colours(sys.stderr))}\n", sys.stderr)
     say(f"\n{result.stats}")
     is_whole = result.finish_reason != "interrupted"
-    if wants_comparison and is_whole:
+    if args.compare and is_whole:
         say("\ncomparing with autoregression ...")
         sampling = {**given(args, Sampling), "seed": result.stats.seed}
         lines, report["compare"] = compare(engine, item["prompt"], args, sampling, result.stats)
@@ -251,14 +289,18 @@ def wrap(text: str) -> None:
 def introduce(engine, ids, args, request: Request) -> None:
     """Prints the model, the prompt, and how much of the prompt drafts read."""
     budget = engine.resolve_budget(len(ids))
-    toy = f" (a toy of {engine.num_parameters / 1e6:.1f} million parameters)" if args.checkpoint == "tiny" else ""
-    wrap(f"{args.checkpoint}{toy} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens")
+    about_toy(engine, args, f", {len(ids):,} prompt tokens")
     if 0 < budget < len(ids) and not args.no_speculation:
         wrap(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
     if request.is_demo:
         end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
         wrap(f"The prompt is the beginning of CPython's language reference. It ends: ... {end[-140:]}")
     say("")
+
+
+def about_toy(engine, args, more: str = "") -> None:
+    toy = f" (a toy of {engine.num_parameters / 1e6:.1f} million parameters)" if args.checkpoint == "tiny" else ""
+    wrap(f"{args.checkpoint}{toy} on {engine.device}, {engine.target.dtype_name}{more}")
 
 
 def wants_colours(file) -> bool:
@@ -284,9 +326,16 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
              for _ in range(1 + TURNS)][1:]
     times = {way: [turn[way] for turn in turns] for way in ways}
     lines, report = speeds(times, stats) if all(map(all, times.values())) else (["too few tokens; ask for 64"], {})
-    both = {"greedy": {"temperature": 0.0}} | ({"drawn": sampling} if engine.settings.coupled else {})
-    for name, one in both.items():
-        on, off = (engine.generate(ids, speculate=speculates, **one, **count).tokens for speculates in (True, False))
+    both = {"drawn": sampling} if engine.settings.coupled else {}
+    same, told = same_tokens(engine, ids, count, both)
+    return lines + same, report | told
+
+
+def same_tokens(engine, prompt, count: dict, drawn: dict[str, dict]) -> tuple[list[str], dict]:
+    """Lines and JSON: whether tokens with and without speculation are the same, greedy and by ways to draw them."""
+    lines, report = [], {}
+    for name, one in {"greedy": {"temperature": 0.0}, **drawn}.items():
+        on, off = (engine.generate(prompt, speculate=on, **one, **count).tokens for on in (True, False))
         differ = first_difference(on, off)
         verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
         lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
