@@ -151,14 +151,14 @@ class Rows:
         self.cos, self.sin = cache.rope(torch.arange(start, start + rows, device=cache.prefix.len.device))
 
     def layer(self, i: int) -> "Rows":
-        self.i = i
+        self.i, self.turned = i, self.cache.rope.of_layer(i, self.cos, self.sin)
         return self
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         config = self.cache.config
         q, k, self.v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], 1)
-        self.k = attention.rotate(k, self.cos, self.sin)
-        return attention.fold(attention.rotate(q, self.cos, self.sin), config.n_kv_head), []
+        self.k = attention.rotate(k, *self.turned)
+        return attention.fold(attention.rotate(q, *self.turned), config.n_kv_head), []
 
     def read(self, q: Tensor) -> list:
         k, v = (x[self.i][:, :, : self.start] for x in (self.cache.prefix.k, self.cache.prefix.v))

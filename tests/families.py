@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
@@ -75,6 +75,12 @@ FAMILIES = {
                      "sliding_window": None},
     "Ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 256,
                   "layer_types": ["full_attention", "sliding_attention"], "rope_theta": 100000000.0},
+    "SmolLM3": {"model_type": "smollm3", "num_hidden_layers": 5, "num_key_value_heads": 2, "rope_theta": 5000000.0,
+                "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "no_rope_layers": [1, 1, 1, 0, 1],
+                "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None},
+    "SmolLM3, YaRN": {"model_type": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": False,
+                      "no_rope_layer_interval": 2, "rope_scaling": {
+                          "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }

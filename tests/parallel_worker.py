@@ -55,7 +55,7 @@ def logits_of(model, ids):
 def every_kind_alone(n_kv_head: int, tied: bool):
     """Biases, norms and rotated parts of heads, and a vocabulary that does not divide: (a model, ids, its logits)."""
     config = ModelConfig(65, 32, 2, 8, n_kv_head, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
-                         qk_norm=True, rotary_factor=0.5)
+                         qk_norm=True, rotary_factor=0.5, nope_layers=(1,))
     whole = Transformer.random(replace(config, tie_word_embeddings=tied), seed=3, std=0.3)
     for name, parameter in whole.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -129,6 +129,8 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     *(({"rope_scaling": {**YARN, key: value}}, f"{key} is .*must be") for key, value in {
         "factor": math.nan, "original_max_position_embeddings": 0, "beta_fast": 0.5, "attention_factor": math.inf,
         "mscale": "1", "rope_type": 1, "truncate": 3, "rope_theta": math.nan}.items()),
+    *(({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": marks}, f"no_rope_layers is .*{words}")
+      for marks, words in (([1], "num_hidden_layers"), ([1] * 98 + [2], "must be"), ("1", "must be"))),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
     ({"num_key_value_heads": 3}, "a multiple of num_key_value_heads, 3"), ({"head_dim": 15}, "must be even"),

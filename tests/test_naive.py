@@ -4,6 +4,7 @@ A promise of the whole library, not of one module.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,11 +23,14 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "drawn": {"temperature": 0.8}, "cut
 
 @pytest.fixture(scope="module")
 def models():
+    return make_pair()
+
+
+def make_pair(**more):
     """A target with grouped queries, and its first layer as the draft. Their vocabularies are padded."""
-    config = ModelConfig(VOCAB + 3, 32, 2, 4, 2, 8, 48, qk_norm=True, qkv_bias=True)
+    config = ModelConfig(VOCAB + 3, 32, 2, 4, 2, 8, 48, qk_norm=True, qkv_bias=True, **more)
     target = Transformer.random(config, seed=0, dtype=torch.float64, std=0.25)
-    draft = Transformer.random(ModelConfig(VOCAB + 3, 32, 1, 4, 2, 8, 48, qk_norm=True, qkv_bias=True),
-                               dtype=torch.float64)
+    draft = Transformer.random(replace(config, n_layer=1), dtype=torch.float64)
     draft.load_state_dict({name: target.state_dict()[name] for name in draft.state_dict()})
     for linear in (target.layers[1].attention.out, target.layers[1].mlp.down):
         linear.weight *= 0.5  # so that the draft is often right
@@ -82,8 +86,16 @@ CASES = list(itertools.product(SEEN, LEVELS, SAMPLINGS, (0, 1)))
 
 
 @pytest.mark.parametrize("seen,levels,sampling,seed", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
-@torch.inference_mode()
 def test_the_library_says_what_the_naive_method_says(models, seen, levels, sampling, seed):
+    assert_same(models, seen, levels, sampling, seed)
+
+
+def test_layers_without_rotation_say_what_the_naive_method_says():
+    assert_same(make_pair(nope_layers=(0,)), "newest", "hierarchy", "drawn", 0)
+
+
+@torch.inference_mode()
+def assert_same(models, seen: str, levels: str, sampling: str, seed: int) -> None:
     state, same, prompt = both(models, levels, SAMPLINGS[sampling], seed, *SEEN[seen])
     text, first, outer, inner = list(prompt), len(prompt) - 1 - same.newest, torch.zeros(2), torch.zeros(2)
     for brought in same.generate(prompt):

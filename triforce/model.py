@@ -65,6 +65,7 @@ class ModelConfig:
     num_shards: int = 1  # ranks; heads, KV heads and ffn_dim are those of one of them, see parallel.py
     # Linear layers in fp8. Not in the repr, by which models are known: one without such layers is known as ever.
     float8: Float8 | None = field(default=None, repr=False)
+    nope_layers: tuple[int, ...] = field(default=(), repr=False)  # without rotation (NoPE, arXiv 2305.19466)
 
     @property
     def max_len(self) -> int:
@@ -186,6 +187,10 @@ class RotaryEmbedding(nn.Module):
         if self.config.rotary_factor < 1:  # what is not rotated is not scaled
             scale = torch.where(self.frequencies == 0, 1.0, scale)
         return cos * scale, sin * scale
+
+    def of_layer(self, i: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """What turns the queries and keys of layer i: angles of 0 where it has no rotation."""
+        return (torch.ones_like(cos), torch.zeros_like(sin)) if i in self.config.nope_layers else (cos, sin)
 
 
 def _both_halves(config: ModelConfig) -> Tensor:

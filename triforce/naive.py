@@ -59,13 +59,14 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
     """
     config, position = model.config, torch.arange(len(tokens))
     group = config.n_head // config.n_kv_head  # query heads that share a KV head
-    cos, sin = model.rope(position)  # [S, D]
+    angles = model.rope(position)  # cos, sin [S, D]
     x, queries, keys = model.embedding(torch.tensor(tokens)), [], []  # [S, dim]
     for i, layer in enumerate(model.layers):
         heads = layer.attention.qkv(layer.attention_norm(x)).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
         q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head])  # [H or K, S, D]
         if config.qk_norm:
             q, k = layer.attention.q_norm(q), layer.attention.k_norm(k)
+        cos, sin = model.rope.of_layer(i, *angles)
         q, k = (y * cos + y.roll(config.head_dim // 2, -1) * sin for y in (q, k))
         seen = position <= position[:, None]  # [S, S]: the queries down, the keys across
         if view is not None:

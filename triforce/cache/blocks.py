@@ -87,7 +87,7 @@ class TargetBlock:
     def layer(self, i: int) -> "TargetBlock":
         """Compiled code sees attributes of its own: what it reads is then the same for all layers."""
         layer, tail = copy.copy(self), self.cache.tail
-        layer.i = i
+        layer.i, (layer.cos, layer.sin) = i, self.cache.rope.of_layer(i, self.cos, self.sin)
         # Where `write` writes, and what it attends over: [2, B, K, T, D], or with the view before it.
         layer.written = (tail.storage if self.view.joined else tail.kv)[i]
         layer.queries = self.cache.queries[i] if self.keep_queries else None
@@ -193,6 +193,7 @@ class PrefillBlock:
     def layer(self, i: int) -> "PrefillBlock":
         layer, prefix = copy.copy(self), self.cache.prefix
         layer.i, layer.offload = i, prefix.offload if i >= prefix.num_resident else None
+        layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
         if layer.offload is not None and self.is_first:
             layer.offload.open_work(i, self.rows.start, self.start)
         kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on

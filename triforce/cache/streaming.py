@@ -27,7 +27,7 @@ class StreamingCache(View):
                  slack: int, device, dtype):
         capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
         super().__init__(config, batch, capacity, device, dtype)
-        self.config, self.num_sink, self.window_size = config, num_sink, window_size
+        self.config, self.rope, self.num_sink, self.window_size = config, rope, num_sink, window_size
         positions = torch.tensor(range(capacity), device=device)
         if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
             self.angles = (positions.new_empty(capacity, config.head_dim, dtype=torch.float32),) * 2
@@ -74,6 +74,8 @@ class StreamingBlock:
     def layer(self, i: int) -> "StreamingBlock":
         layer = copy.copy(self)
         layer.k, layer.v = self.cache.k[i], self.cache.v[i]
+        layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
+        layer.key_cos, layer.key_sin = self.cache.rope.of_layer(i, self.key_cos, self.key_sin)
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:

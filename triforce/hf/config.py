@@ -10,8 +10,9 @@ from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
+THETAS = {"SmolLM3ForCausalLM": 2e6}  # where config.json has none, if not 10,000
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
            "kv_lora_rank", "q_lora_rank")
@@ -45,7 +46,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
         ffn_dim=fields.get("intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
-        rope_theta=10000.0 if theta is None else theta,
+        rope_theta=THETAS.get(architecture, 10000.0) if theta is None else theta,
         rope_scaling=scaling,
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
         rotary_interleaved=glm,
@@ -58,6 +59,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         mlp_bias=fields.get("mlp_bias", FLAG, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
         architecture=architecture,
+        nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}),
     )
@@ -103,12 +105,20 @@ def _window(fields: Fields, architecture: str) -> int | None:
     if unknown:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     qwen = architecture.startswith("Qwen")
-    if qwen and not fields.get("use_sliding_window", FLAG, False):
+    if (qwen or architecture == "SmolLM3ForCausalLM") and not fields.get("use_sliding_window", FLAG, False):
         return None
     if types and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
         return window if "sliding_attention" in types else None
     full = fields.get("max_window_layers", whole(0, 2**31), 0)
     return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
+
+
+def _nope_layers(fields: Fields) -> tuple[int, ...]:
+    """Layers without rotation: those marked by 0, or else the last of every few."""
+    count, every = fields.get("num_hidden_layers", WINDOW), fields.get("no_rope_layer_interval", WINDOW, 4)
+    marks = fields.get("no_rope_layers", several(whole(0, 1)), ()) or [(i + 1) % every for i in range(count)]
+    fields.expect("no_rope_layers", len(marks) >= count, f"a list of num_hidden_layers ({count}) marks")
+    return tuple(i for i in range(count) if not marks[i])
 
 
 def _rope(fields: Fields) -> tuple[float | None, float | None, RopeScaling]:
