@@ -219,11 +219,11 @@ def group_with(**fields) -> dict:
 
 
 @pytest.mark.parametrize("quantization, words", [
-    ({"bits": 4}, "quant_method None"), ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+    ({"bits": 4}, "quant_method None"), ({"quant_method": "hqq", "bits": 4}, "quant_method 'hqq'"),
     ({**BLOCKS, "fmt": "e5m2"}, "fmt 'e5m2'"),
     *(({**COMPRESSED, **more}, words) for more, words in (
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme {'num_bits': 8}"),
-        ({"format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({"format": "int-quantized"}, "format 'int-quantized'"),
         ({"transform_config": {"a": 1}}, "transform_config {'a': 1}"), ({"ignore": [3]}, r"ignore is \[3\]"),
         ({"config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({"ignore": ["model.layers.1.self_attn.k_proj"]},

@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..errors import UserError
 from ..model import ModelConfig, RopeScaling
 from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
+from .packed import packing_of
 from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
@@ -65,7 +66,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     )
     _check_shapes(config, fields)
     quantization = fields.part("quantization_config")
-    if not quantization.values:
+    if not quantization.values or packing_of(quantization) is not None:  # which are widened as they are read
         return config
     with guarded("quantization_config has a field of the wrong kind"):
         return replace(config, float8=float8_from_hf(quantization, config.n_layer, config.tie_word_embeddings))

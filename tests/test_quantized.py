@@ -1,0 +1,145 @@
+"""Weights of 4 and 8 bits: a folder that packs them loads as the folder of the wide weights that they stand for."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from families import build, config_json, edit, save
+from safetensors.torch import load_file, save_file
+
+from triforce.errors import UserError
+from triforce.hf.checkpoint import load_model
+
+GROUP = 16  # inputs that share a scale
+AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # in the order of a word's bits
+
+
+def pack(numbers: torch.Tensor, bits: int, order=None) -> torch.Tensor:
+    """[R, N] numbers -> [R, N * bits / 32] int32, the first in the lowest bits; a short word is filled up."""
+    per = 32 // bits
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per)).unflatten(1, (-1, per))
+    numbers = numbers[..., order or list(range(per))]
+    words = (numbers.long() << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+@dataclass
+class Kind:
+    """How weights are packed, and what config.json says of it."""
+
+    method: str
+    bits: int = 4
+    shuffled: bool = False  # the groups of a layer's inputs
+    version: str = "gptq"
+    symmetric: bool = True
+    group: int = GROUP
+    biases: bool = False
+
+    @property
+    def config(self) -> dict:
+        if self.method == "gptq":
+            return {"quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.shuffled,
+                    "sym": False, "checkpoint_format": self.version}
+        if self.method == "awq":
+            return {"quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": True, "version": "gemm"}
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False,
+                   "strategy": "channel" if self.group == -1 else "group", "actorder": None,
+                   "group_size": None if self.group == -1 else self.group}
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}}
+
+    def packed(self, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The weight that is stored in its place, [O, I], and how."""
+        outputs, inputs = weight.shape
+        size, middle = inputs if self.group == -1 else self.group, 2 ** (self.bits - 1)
+        group = torch.arange(inputs) // size
+        group = group[torch.randperm(inputs)] if self.shuffled else group
+        scales = (torch.rand(outputs, inputs // size) / middle).half()  # [O, G]
+        has_middle = self.method == "compressed-tensors" and self.symmetric
+        zeros = torch.full(scales.shape, middle) if has_middle else torch.randint(1, 2 * middle, scales.shape)
+        numbers = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, 2 * middle - 1).int()
+        wide = (numbers - zeros[:, group]).half() * scales[:, group]
+        if self.method == "gptq":
+            less = int(self.version == "gptq")
+            return wide, {"qweight": pack(numbers, self.bits).T, "scales": scales.T, "g_idx": group.int(),
+                          "qzeros": pack(zeros.T - less, self.bits)} | (
+                              {"bias": torch.zeros(outputs).half()} if self.biases else {})
+        if self.method == "awq":
+            return wide, {"qweight": pack(numbers.T, 4, AWQ_COLUMNS), "qzeros": pack(zeros.T, 4, AWQ_COLUMNS),
+                          "scales": scales.T}
+        more = {} if self.symmetric else {"weight_zero_point": pack(zeros.T, self.bits).T}
+        return wide, {"weight_packed": pack(numbers, self.bits), "weight_scale": scales,
+                      "weight_shape": torch.tensor([outputs, inputs])} | more
+
+
+def folders(kind: Kind, family: str, place) -> tuple:
+    """A folder whose layers are packed, and one with the same weights in float16."""
+    torch.manual_seed(0)
+    packed, wide = (save(build(family), config_json(family), place / name) for name in ("packed", "wide"))
+    tensors, both = load_file(packed / "model.safetensors"), ({}, {})
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part == "weight" and "_proj" in layer:
+            both[1][name], parts = kind.packed(tensor.float())
+            both[0].update({f"{layer}.{part}": x.contiguous() for part, x in parts.items()})
+        else:
+            both[0][name] = both[1][name] = tensor.half()
+    for folder, found in zip((packed, wide), both, strict=True):
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(packed, quantization_config=kind.config)
+    return packed, wide
+
+
+KINDS = {"GPTQ": Kind("gptq"), "GPTQ, version 2": Kind("gptq", version="gptq_v2"), "GPTQ, 8 bits": Kind("gptq", bits=8),
+         "GPTQ, biases of zeros": Kind("gptq", biases=True), "GPTQ, all inputs": Kind("gptq", group=-1),
+         "GPTQ, shuffled": Kind("gptq", shuffled=True), "AWQ": Kind("awq"),
+         "symmetric": Kind("compressed-tensors"), "with zeros": Kind("compressed-tensors", symmetric=False),
+         "8 bits": Kind("compressed-tensors", bits=8), "a scale a row": Kind("compressed-tensors", group=-1)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("family", ["Llama 3", "Phi-3-mini-4k"])
+def test_packed_weights_are_the_wide_ones(name, family, tmp_path):
+    packed, wide = (load_model(folder, dtype="float16") for folder in folders(KINDS[name], family, tmp_path))
+    same = dict(wide.named_parameters())
+    assert all(torch.equal(tensor, same[name]) for name, tensor in packed.named_parameters())
+    assert packed.config.float8 is None and len({tensor.std().item() for tensor in same.values()}) > 5
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"quant_method": "gptq", "bits": 3, "group_size": 16}, "bits 3, which is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemv"}, "version 'gemv'"),
+    ({"quant_method": "awq", "bits": 4, "group_size": "16", "zero_point": True}, "group_size is '16'.*must be"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+    ({**Kind("compressed-tensors").config, "config_groups": {"a": {}, "b": {}}}, "2 config_groups")])
+def test_what_is_refused(change, says, tmp_path):
+    packed, _ = folders(Kind("gptq"), "Llama 3", tmp_path)
+    edit(packed, quantization_config=change)
+    with pytest.raises(UserError, match=says) as caught:
+        load_model(packed)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["scales", "qzeros"])
+def test_a_part_that_is_missing(missing, tmp_path):
+    packed, _ = folders(Kind("gptq"), "Llama 3", tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != f"model.layers.0.mlp.up_proj.{missing}"},
+              packed / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers.0.mlp.up_proj is packed, and has only .*; download it again"):
+        load_model(packed)
+
+
+def test_the_command_answers(tmp_path, capsys):
+    from triforce import cli
+
+    packed, wide = folders(Kind("awq"), "Llama 3", tmp_path)
+    assert json.loads((packed / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    said = []
+    for folder in (packed, wide):
+        assert cli.main(["plan", "--checkpoint", str(folder), "--device", "cpu", "--prompt-len", "64",
+                         "--max-new-tokens", "8", "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] | {"checkpoint": 0} == said[1] | {"checkpoint": 0}  # widened, they take as much

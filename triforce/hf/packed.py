@@ -1,0 +1,130 @@
+"""Weights of 4 or 8 bits in words of 32, as GPTQ, AWQ and compressed-tensors store them, widened as they are read.
+
+Shapes: O outputs and I inputs of a linear layer; G groups of inputs that share a scale and a zero.
+
+Sources: GPTQ arXiv 2210.17323 and the files of AutoGPTQ; AWQ arXiv 2306.00978, its "gemm" layout; the format
+"pack-quantized" of compressed-tensors.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .files import Fields, about, read_json, whole
+from .quantization import expect
+
+WORD = 32
+PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+         "weight_g_idx")
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word eight neighbours stand
+# The values that a key may have; None: it may be absent.
+RULES = {
+    "gptq": {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)},
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True,)},
+    "compressed-tensors": {"format": ("pack-quantized",), "kv_cache_scheme": (None,), "transform_config": ({}, None)}}
+GROUP = {"input_activations": (None,), "output_activations": (None,), "format": ("pack-quantized", None)}
+WEIGHTS = {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel"), "dynamic": (False, None)}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint packs its weights.
+
+    method: GPTQ's zeros are stored less `less`; those of compressed-tensors are the middle, if there are none.
+    """
+
+    method: str
+    bits: int
+    group_size: int  # inputs of a group; -1: all
+    less: int = 0
+
+
+def packing_of(quantization: Fields) -> Packing | None:
+    """Of a quantization_config; None: its weights are not packed. Raises UserError for what is packed otherwise."""
+    method = quantization.values.get("quant_method")
+    if method == "compressed-tensors" and quantization.values.get("format") != "pack-quantized" or method not in RULES:
+        return None
+    expect(quantization, RULES[method])
+    if method != "compressed-tensors":
+        less = method == "gptq" and quantization.values.get("checkpoint_format") != "gptq_v2"
+        return Packing(method, quantization.values["bits"], quantization.get("group_size", whole(-1, 2**20)), int(less))
+    groups = quantization.part("config_groups").values
+    if len(groups) != 1:
+        raise UserError(f"quantization_config has {len(groups)} config_groups, and weights of one kind are supported; "
+                        "use bf16, or another checkpoint")
+    group = Fields(next(iter(groups.values())))
+    expect(group, GROUP)
+    weights = group.part("weights")
+    expect(weights, WEIGHTS)
+    size = weights.get("group_size", whole(-1, 2**20)) if weights.values["strategy"] == "group" else -1
+    return Packing(method, weights.values["num_bits"], size)
+
+
+class PackedWeight:
+    """A weight [O, I] as it is stored. It stands where a tensor would, until `wide` makes one."""
+
+    def __init__(self, packing: Packing, parts: dict[str, Tensor], name: str):
+        self.packing, self.parts = packing, parts
+        by_gptq, self.scales = packing.method != "compressed-tensors", parts.get("scales", parts.get("weight_scale"))
+        self.words = parts.get("qweight", parts.get("weight_packed"))
+        if self.words is None or self.scales is None or "qzeros" not in parts and by_gptq:
+            raise UserError(f"{name} is packed, and has only {', '.join(sorted(parts))}; download it again")
+        self.dtype, per = self.scales.dtype, WORD // packing.bits
+        rows, columns = self.words.shape
+        self.shape = torch.Size({"gptq": (columns, rows * per), "awq": (columns * per, rows)}.get(
+            packing.method, parts.get("weight_shape", torch.tensor([rows, columns * per])).tolist()))
+
+    def wide(self) -> Tensor:
+        """[O, I] in the dtype of the scales: (number - zero) * scale."""
+        method, inputs, scales = self.packing.method, self.shape[1], self.scales
+        if method == "awq":
+            numbers, zeros = (self._unpacked(self.parts[name]).T for name in ("qweight", "qzeros"))
+            scales = scales.T
+        elif method == "gptq":
+            numbers, zeros = self._unpacked(self.words.T), self._unpacked(self.parts["qzeros"]).T + self.packing.less
+            scales = scales.T
+        else:
+            numbers, zeros = self._unpacked(self.words)[:, :inputs], self._zeros()
+        group = next((self.parts[name].long() for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
+        if group is None or bool((group < 0).any()):
+            size = inputs if self.packing.group_size == -1 else self.packing.group_size
+            group = torch.arange(inputs) // size
+        return (numbers - zeros.expand_as(scales)[:, group]).to(scales.dtype) * scales[:, group]
+
+    def split(self, sizes: list[int]) -> tuple[Tensor, ...]:
+        return self.wide().split(sizes)
+
+    def _zeros(self) -> Tensor:
+        """Of compressed-tensors, which packs outputs: [O, G], or one for all."""
+        zeros = self.parts.get("weight_zero_point")
+        if zeros is None:
+            return torch.tensor([[2 ** (self.packing.bits - 1)]])
+        return self._unpacked(zeros.T).T[: self.shape[0]]
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """[..., N] words -> [..., N * numbers of a word], int32."""
+        bits = self.packing.bits
+        numbers = words[..., None] >> torch.arange(0, WORD, bits, dtype=torch.int32) & (1 << bits) - 1
+        return (numbers[..., AWQ_ORDER] if self.packing.method == "awq" else numbers).flatten(-2)
+
+
+def unpacked(folder: Path, stored: list[tuple[str, Tensor]], known) -> list[tuple[str, "Tensor | PackedWeight"]]:
+    """The tensors of a folder, each packed weight as one. known: names that have a place. AutoGPTQ gives layers without
+    biases some of zeros: those go."""
+    path = Path(folder) / "config.json"
+    with about(path):
+        packing = packing_of(Fields(read_json(path)).part("quantization_config"))
+    if packing is None:
+        return stored
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored:
+        layer, _, part = name.rpartition(".")
+        if part in PARTS:
+            layers.setdefault(layer, {})[part] = tensor
+    rest = [(name, tensor) for name, tensor in stored if name.rpartition(".")[2] not in PARTS
+            and not (name.endswith(".bias") and name not in known and not tensor.any())]
+    with about(folder):
+        return rest + [(f"{layer}.weight", PackedWeight(packing, parts, layer)) for layer, parts in layers.items()]
