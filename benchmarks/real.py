@@ -39,6 +39,7 @@ import triforce
 from triforce import Engine, attention
 from triforce.cache.blocks import prefill_blocks
 from triforce.cache.kv_cache import KVCache
+from triforce.hf.folders import resolve
 from triforce.model import Transformer
 
 SINK, RECENT = 8, 0.25  # tokens, and the share of the budget, that every view holds
@@ -309,9 +310,9 @@ def table(rows: list[dict], whole: list[int]) -> str:
     return "\n".join([*lines, "Whole calls of others: their first token's time, and their time a token for the rest."])
 
 
-def stretched(folder: str | None, factor: float, place: Path) -> str | None:
+def stretched(folder: str, factor: float, place: Path) -> str:
     """The same folder with YaRN by this factor in its config.json."""
-    if folder is None or factor == 1:
+    if factor == 1:
         return folder
     made = place / Path(folder).resolve().name
     made.mkdir()
@@ -328,7 +329,8 @@ def stretched(folder: str | None, factor: float, place: Path) -> str | None:
 def run(args) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        checkpoint, draft = (stretched(folder, args.yarn, Path(place)) for folder in (args.checkpoint, args.draft))
+        checkpoint, draft = (None if one is None else stretched(str(resolve(one)), args.yarn, Path(place))
+                             for one in (args.checkpoint, args.draft))
         args.checkpoint, args.draft = checkpoint, draft
         for setting in args.setting:
             rows += measured(args, setting)
