@@ -275,7 +275,7 @@ def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
         begun = time.perf_counter()
         run = engine.generate(ids, count, seed=0, **law(args.temperatures[0]))
         row[f"whole_{count}_s"] = time.perf_counter() - begun
-        row["ttft_s"] = run.stats.ttft
+        row[f"ttft_{count}_s"] = run.stats.ttft
     if args.peers:
         args.temperature = args.temperatures[0]
         engine.release()
@@ -300,9 +300,9 @@ def table(rows: list[dict], whole: list[int]) -> str:
         peers = [value for name, value in row.items() if name.startswith("transformers") and name.endswith("_tbt_ms")]
         ms = {"peer": min(peers, default=None), "plain": row["autoregression_ms"],
               "ours": row[next(name for name in row if name.endswith("_ms") and name.startswith("T"))]}
-        first = {"peer": row.get("transformers_prefill_s"), "plain": row.get("ttft_s")}
         cells = [row["text"], f"{row['context']:,}"]
         for count in whole:
+            first = {"peer": row.get("transformers_prefill_s"), "plain": row[f"ttft_{count}_s"]}  # of the same call
             cells += ["" if ms[who] is None else f"{first[who] + (count - 1) * ms[who] / 1e3:.1f}"
                       for who in ("peer", "plain")] + [f"{row[f'whole_{count}_s']:.1f}"]
         cells += ["" if value is None else f"{value:.2f}" for value in ms.values()]

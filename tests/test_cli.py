@@ -294,7 +294,7 @@ def test_the_demonstration(differs, monkeypatch, capsys):
     for whole, answers in (re.findall(r"[\d.]+", rows[way]) for way in ways):
         assert float(whole) > float(answers)
     assert ("DIFFERENT from token 3" if differs else "5 tokens, speculation on and off: identical") in errors
-    assert out.startswith(f"> {run.DEMO[0]}\n") and "last line beside first" in rows
+    assert out.startswith(f"> {run.DEMO[0]}\n") and "speed-up, last beside first" in rows
     assert all(len(line) <= 80 for line in (out + errors).splitlines())
 
 

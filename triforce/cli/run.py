@@ -96,7 +96,7 @@ def demonstrate(args, group, request: Request) -> int:
     for name, took in (("one after the other, without drafts", plain), ("side by side, without drafts", beside),
                        ("side by side, with drafts", ours)):
         say(f"{name:<40}{before + took:7.1f} s {took:7.1f} s")
-    say(f"{'last line beside first':<40}{(before + plain) / (before + ours):7.1f}x{plain / ours:8.1f}x\n")
+    say(f"{'speed-up, last beside first':<40}{(before + plain) / (before + ours):7.1f}x{plain / ours:8.1f}x\n")
     lines, report = same_tokens(engine, questions[0], {**count, "max_new_tokens": COMPARED_TOKENS}, {})
     say("\n".join(lines) + "\nYour own text: docs/guide.md, or triforce --help")
     return int(report["greedy_first_difference"] is not None)
