@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import slow
 from families import build, config_json, edit, save
 from safetensors.torch import load_file, save_file
 
@@ -98,8 +99,9 @@ KINDS = {"GPTQ": Kind("gptq"), "GPTQ, version 2": Kind("gptq", version="gptq_v2"
          "8 bits": Kind("compressed-tensors", bits=8), "a scale a row": Kind("compressed-tensors", group=-1)}
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("family", ["Llama 3", "Phi-3-mini-4k"])
+@pytest.mark.parametrize("name, family", [
+    *((name, "Llama 3") for name in KINDS), ("AWQ", "Phi-3-mini-4k"),
+    *slow(*((name, "Phi-3-mini-4k") for name in KINDS if name != "AWQ"))])
 def test_packed_weights_are_the_wide_ones(name, family, tmp_path):
     packed, wide = (load_model(folder, dtype="float16") for folder in folders(KINDS[name], family, tmp_path))
     same = dict(wide.named_parameters())

@@ -150,6 +150,7 @@ def test_a_chat(served, client):
         assert "".join(pieces) == result.text
 
 
+@pytest.mark.slow
 def test_many_clients_over_three_documents(served, client):
     """In random order, some of whom go away: each answer is the engine's own; documents are computed once, and held;
     no thread and no job is left over."""

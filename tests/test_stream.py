@@ -104,7 +104,8 @@ def test_a_turn_is_cancelled_before_its_lock_is_waited_for():
     assert not iterating.is_alive() and len(rounds) == 1 == len(chat.turns)
 
 
-@pytest.mark.parametrize("size", [4, 2], ids=["side by side", "in two groups"])
+@pytest.mark.parametrize("size", [pytest.param(4, id="side by side"),
+                                  pytest.param(2, id="in two groups", marks=pytest.mark.slow)])
 def test_several_prompts(size):
     """Each has the text that it has by itself, piece by piece, and the levels of its own tokens; one ends early."""
     engine = triforce.load("tiny", device="cpu", max_batch_size=size)
