@@ -253,10 +253,9 @@ def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
     def law(temperature: float) -> dict:
         return {"temperature": temperature, "top_p": 1.0 if temperature == 1 else args.top_p, "ignore_eos": True}
 
-    engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(args.temperatures[0]))
-    row["first_call_s"] = time.perf_counter() - begun
     for temperature in args.temperatures:
         engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(temperature))
+        row.setdefault("first_call_s", time.perf_counter() - begun)
         runs = [engine.generate(ids, args.max_new_tokens, seed=seed, **law(temperature)) for seed in range(args.seeds)]
         every = {"ms": [run.stats.tbt * 1e3 for run in runs], "loops": [repeated(run.tokens) for run in runs],
                  "tokens_a_verify": [run.stats.block_efficiency for run in runs]}

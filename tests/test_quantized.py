@@ -134,7 +134,7 @@ def test_a_part_that_is_missing(missing, tmp_path):
         load_model(packed)
 
 
-def test_the_command_answers(tmp_path, capsys):
+def test_a_plan_counts_wide_weights(tmp_path, capsys):
     from triforce import cli
 
     packed, wide = folders(Kind("awq"), "Llama 3", tmp_path)

@@ -31,15 +31,12 @@ WEIGHTS = {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel"
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint packs its weights.
-
-    method: GPTQ's zeros are stored less `less`; those of compressed-tensors are the middle, if there are none.
-    """
+    """How a checkpoint packs its weights."""
 
     method: str
     bits: int
     group_size: int  # inputs of a group; -1: all
-    less: int = 0
+    less: int = 0  # by so much are zeros stored smaller
 
 
 def packing_of(quantization: Fields) -> Packing | None:
@@ -68,9 +65,10 @@ class PackedWeight:
 
     def __init__(self, packing: Packing, parts: dict[str, Tensor], name: str):
         self.packing, self.parts = packing, parts
-        by_gptq, self.scales = packing.method != "compressed-tensors", parts.get("scales", parts.get("weight_scale"))
-        self.words = parts.get("qweight", parts.get("weight_packed"))
-        if self.words is None or self.scales is None or "qzeros" not in parts and by_gptq:
+        needs_zeros = packing.method != "compressed-tensors"  # whose zeros are the middle where it stores none
+        self.words, self.scales = (parts.get(name, parts.get(other)) for name, other in (
+            ("qweight", "weight_packed"), ("scales", "weight_scale")))
+        if self.words is None or self.scales is None or needs_zeros and "qzeros" not in parts:
             raise UserError(f"{name} is packed, and has only {', '.join(sorted(parts))}; download it again")
         self.dtype, per = self.scales.dtype, WORD // packing.bits
         rows, columns = self.words.shape
