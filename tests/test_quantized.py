@@ -142,6 +142,6 @@ def test_a_plan_counts_wide_weights(tmp_path, capsys):
     said = []
     for folder in (packed, wide):
         assert cli.main(["plan", "--checkpoint", str(folder), "--device", "cpu", "--prompt-len", "64",
-                         "--max-new-tokens", "8", "--json"]) == 0
+                         "--max-new-tokens", "8", "--memory", "8GiB", "--json"]) == 0  # not what is free just now
         said.append(json.loads(capsys.readouterr().out))
     assert said[0] | {"checkpoint": 0} == said[1] | {"checkpoint": 0}  # widened, they take as much
