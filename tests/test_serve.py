@@ -24,7 +24,7 @@ QUESTIONS = ["The apple", "The river has", "A stone", "Item 7", "Paper and", "Wh
 def served():
     """(engine, answers, address)."""
     engine = triforce.load("tiny", device="cpu", max_batch_size=2, sampling="coupled")
-    answers = Answers(engine, 200, Documents(engine, 2**30, None))
+    answers = Answers(engine, 200, Documents(engine, 2**30))
     server = Server(answers, "tiny", "a key", most_tokens=64, most_choices=4, most_bytes=2**20)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -196,7 +196,7 @@ def test_many_clients_over_three_documents(served, client):
 def test_too_many_wait_and_an_end():
     """More than may wait get status 429, and one that runs ends as it is where the server stops."""
     engine = triforce.load("tiny", device="cpu")
-    answers = Answers(engine, 1, Documents(engine, 0, None))
+    answers = Answers(engine, 1, Documents(engine, 0))
     got, begun = [], threading.Event()
 
     def send(item):
@@ -221,17 +221,17 @@ def test_too_many_wait_and_an_end():
 def test_documents_in_memory_and_in_files(tmp_path, pair):
     """The least recently used goes first, and comes back from its file, in another process's engine too; what another
     model wrote is left alone."""
-    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_seq_len=2048)
+    how = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 2048, "cache_dir": tmp_path / "files"}
+    engine = make_engine(*pair, **how)
     texts = [random_prompt(700, seed=seed) for seed in range(3)]
-    documents = Documents(engine, 1, tmp_path / "files")
+    documents = Documents(engine, 1)
     for text in texts:
         document, cached = documents.of([text, text[:690] + [1, 2, 3]])
         assert cached == 0 and len(document) == document.num_shared == 688 and document.tokens == text[:688]
-        documents.save()
+        engine.generate(text[688:], 1, prefix=document)
     assert len(documents.held) == 1 and len(list((tmp_path / "files").iterdir())) == 3
     (tmp_path / "files/other.safetensors").write_bytes(b"no file of ours")
-    again = Documents(make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_seq_len=2048), 2**30,
-                      tmp_path / "files")
+    again = Documents(make_engine(*pair, **how), 2**30)
     for one in (documents, again):
         document, cached = one.of([texts[0][:680] + [5, 6]])
         assert cached == len(document) == 672 and document.tokens == texts[0][:672]

@@ -416,6 +416,11 @@ class Placement(Options):
     draft_ranks: list[int] | None = option(
         None, "of the ranks that torchrun started, those that run the draft, rank 0 among them; several share it. "
         "Default: every rank runs the whole draft", nargs="+", type=int, metavar="RANK")
+    cache_dir: str | Path | None = option(
+        None, "a folder that keeps the keys and values of long prompts, in files. A later prompt that begins like one "
+        "of them reads its file, in any process with the same model")
+    cache_dir_size: int | str = option("64GB", "bytes of all files in cache_dir; the newest stay (default 64GB)",
+                                       lambda name, size: parse_size(size, name))
 
     def resolve(self) -> "Placement":
         """With device, compile and resident_memory decided. Raises UserError where fields do not fit each other, or

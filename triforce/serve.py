@@ -11,10 +11,8 @@ words.
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import json
-import sys
 import threading
 import time
 import uuid
@@ -22,14 +20,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 
 from .config import Sampling, check_biases, names_of, parse_size, split
-from .engine.buffers import MOST_ROWS, SHARED_FROM
+from .engine.buffers import MOST_ROWS
 from .engine.engine import Engine
 from .engine.loading import load
 from .engine.output import Generation, special_ids, stop_strings
-from .engine.prompt_cache import Prefix, common_length, opened
+from .engine.prompt_cache import SHARED_FROM, Prefix, common_length
 from .errors import UserError
 
 try:
@@ -115,10 +112,6 @@ class Answers(threading.Thread):
                     f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
                 for job in group:
                     job.send(told)
-            try:
-                self.documents.save()
-            except UserError as error:
-                print(f"--cache-dir: {error}", file=sys.stderr, flush=True)
         for job in self._waiting:
             job.send(Refused("the server is stopping", 503, "server_error"))
 
@@ -166,22 +159,12 @@ class Answers(threading.Thread):
 
 
 class Documents:
-    """What requests begin with, with keys and values: the least recently used go first, and come back from files.
+    """What requests begin with, with keys and values: the least recently used go first, and come back from the files of
+    the engine's cache_dir. most_bytes: of those that are held."""
 
-    Args:
-        most_bytes: of those that are held. folder: for files of all of them; None: there are none.
-    """
-
-    def __init__(self, engine: Engine, most_bytes: float, folder: Path | None):
-        self.engine, self.most_bytes, self.folder = engine, most_bytes, folder
+    def __init__(self, engine: Engine, most_bytes: float):
+        self.engine, self.most_bytes = engine, most_bytes
         self.held: list[Prefix] = []  # the most recently used last
-        self.files: dict[Path, list[int]] = {}  # tokens of each
-        self._unsaved: Prefix | None = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.glob("*.safetensors")):
-                with contextlib.suppress(UserError), opened(path, engine) as reader:
-                    self.files[path] = reader.tokens[: reader.layout.length]
 
     def of(self, prompts: list[list[int]]) -> tuple[Prefix | None, int]:
         """What all prompts begin with, and how many tokens of it were there before; None, 0 if that is short. A
@@ -196,19 +179,13 @@ class Documents:
         if length >= enough:
             self.held.append(self.held.pop(best))
             return whole_part(self.held[-1], length), length
-        length, path = max(((self._shared(tokens, ids), path) for path, tokens in self.files.items()),
-                           default=(0, None))
-        made = None
-        if length >= enough:
-            with contextlib.suppress(UserError):  # a file that is gone, or no longer what it was
-                made = self._making(lambda: self.engine.open(path))
-        if made is None:
-            length, made = 0, self._making(lambda: self.engine.prefill(ids))
-            self._unsaved = made
+        kept = self.engine.buffers.kept
+        of_file = 0 if kept is None else kept.length(ids)
+        made = self._making(lambda: self.engine.prefill(ids[: of_file or common]))
         self.held.append(made)
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
             del self.held[0]
-        return whole_part(made, length or made.num_shared), length
+        return whole_part(made, made.num_shared), made.num_read
 
     def _shared(self, tokens: list[int], ids: list[int]) -> int:
         whole = self.engine.settings.flush_interval
@@ -223,15 +200,6 @@ class Documents:
                 raise
             self.held.clear()
             return make()
-
-    def save(self) -> None:
-        """Writes the newest document, once its questions are answered."""
-        made, self._unsaved = self._unsaved, None
-        if made is not None and self.folder is not None:
-            digest = hashlib.sha256(json.dumps(made.tokens).encode()).hexdigest()[:32]
-            path = self.folder / f"{digest}.safetensors"
-            made.save(path)
-            self.files[path] = made.tokens[: made.num_shared]
 
 
 def whole_part(document: Prefix, length: int) -> Prefix:
@@ -514,7 +482,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--api-key", help="what clients must give; default: nothing")
     p.add_argument("--served-model-name", help="default: the checkpoint")
     p.add_argument("--cache-memory", default="8GB", help="of held documents (default 8GB)")
-    p.add_argument("--cache-dir", help="a folder for files of documents, which outlive the server; default: none")
+    p.add_argument("--cache-dir", help="a folder for files of documents, which outlive the server (see also "
+                   "--set cache_dir_size=64GB); default: none")
     p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
     p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait; more get status 429")
     p.add_argument("--max-tokens", type=int, default=4096, help="the most new tokens of an answer")
@@ -526,10 +495,9 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(ValueError):
             options[name] = json.loads(value)
     draft = {} if args.draft is None else {"draft": False if args.draft == "none" else args.draft}
-    engine = load(args.checkpoint, max_batch_size=args.max_batch_size, **draft, **options)
+    engine = load(args.checkpoint, max_batch_size=args.max_batch_size, cache_dir=args.cache_dir, **draft, **options)
     engine.tokenizer_or_raise()
-    folder = None if args.cache_dir is None else Path(args.cache_dir)
-    documents = Documents(engine, parse_size(args.cache_memory, "--cache-memory"), folder)
+    documents = Documents(engine, parse_size(args.cache_memory, "--cache-memory"))
     answers = Answers(engine, args.max_waiting, documents)
     server = Server(answers, args.served_model_name or args.checkpoint, args.api_key, args.max_tokens,
                     args.max_choices, args.max_body)

@@ -23,7 +23,7 @@ from .drafters.ngram import NgramMeter
 from .hierarchy import Hierarchy, Models, Round, make_sources
 from .nodes import Nodes
 from .pilot import Pilot
-from .plan import DraftPlan, Padding
+from .plan import ONE_ROW, DraftPlan, Padding
 from .tape import Tape
 
 
@@ -273,7 +273,8 @@ class DecodeBatch:
         for row, (length, end) in enumerate(zip(self.lens, self._ends, strict=True)):
             room = self.settings.flush_interval - 1 - (length - self.cache.lens[row])
             self.hierarchy.limit(row, min(length + room, end))  # what is emitted has to fit, and to flush nothing
-        for plan in self.hierarchy.kinds_of_rounds(self.pilot.default):
+        # Of several rows, those that check nothing may be unpadded, see `Engine.prepare`.
+        for plan in [*self.hierarchy.kinds_of_rounds(self.pilot.default), *[ONE_ROW] * (self.batch > 1)]:
             for _ in range(2):  # the second round follows one that drafted
                 self.round(plan)
 

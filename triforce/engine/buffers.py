@@ -11,6 +11,7 @@ import functools
 import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,15 +24,16 @@ from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
 from ..decode.batch import DecodeBatch, Models, Sizes
+from ..errors import UserError
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
 from .memory import VIEW_SIZES, MemoryPlan, total
-from .prompt_cache import Prefix, common_length
+from .prompt_cache import SHARED_FROM, Prefix, common_length
 from .prompt_cache_file import PrefixReader
+from .prompt_cache_folder import PromptCacheFolder
 
 log = logging.getLogger("triforce")
-SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
 
 
@@ -42,13 +44,16 @@ class Buffers:
         settings: as given: this class decides how a DecodeBatch for many rows differs. placement: resolved.
         recorder: the stream on which steps are recorded; None on a CPU.
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
+        kept: files of prompts, which are read where they help. None: there are none.
     """
 
     def __init__(self, models: Models, settings: Settings, placement: Placement, vocab_size: int,
-                 recorder: "torch.cuda.Stream | None", new_prefix: Callable[[list[int], PrefixStore | None], Prefix]):
+                 recorder: "torch.cuda.Stream | None", new_prefix: Callable[[list[int], PrefixStore | None], Prefix],
+                 kept: PromptCacheFolder | None = None):
         self.models, self.target, self.device = models, models.target, models.target.device
         self.given, self.placement, self.vocab_size = settings, placement, vocab_size
-        self.recorder, self.new_prefix = recorder, new_prefix
+        self.recorder, self.new_prefix, self.kept = recorder, new_prefix, kept
+        self._unkept: Callable[[], Prefix | None] = lambda: None  # what was computed, and has no file yet
         self.settings = self._resolve(settings, placement.max_batch_size)
         self.state: DecodeBatch | None = None
         # What the rows of `state` share. A batch over a document never stands without it; it may outlast its batch.
@@ -186,11 +191,18 @@ class Buffers:
         found = self.held(ids[0][:usable], self.prefix, own=state is not None and state.base == 0)
         if found.num_shared >= max(SHARED_FROM, usable // 2):
             return self.prefix if found.is_same(self.prefix) else found
-        if len(ids) == 1 or usable < SHARED_FROM:
+        if len(ids) == 1 and self.kept is None or usable < SHARED_FROM:
             return None
         del state, found  # they are freed before this is planned
-        self._is_new = True
-        return self.compute(ids[0][:usable], on_prefill)
+        of_file = 0 if self.kept is None else self.kept.length(ids[0][:usable])
+        self._is_new = of_file == 0
+        return self.compute(ids[0][: of_file or usable], on_prefill)
+
+    def keep(self) -> None:
+        """Writes the newest document to the folder of prompts, if it still lives and was not read from there."""
+        prefix, self._unkept = self._unkept(), lambda: None
+        if prefix is not None:
+            self.kept.save(prefix)
 
     def held(self, tokens: list[int], document: Prefix | None, own: bool = True) -> Prefix:
         """A text, with the keys and values that the batch (if `own`) or else the document's prefix holds of it."""
@@ -216,12 +228,21 @@ class Buffers:
         length, num_read = self._whole(len(tokens) if length is None else length), 0
         if length == 0:
             return self.new_prefix(tokens, None)
+        if reader is None and self.kept is not None:
+            try:
+                with self.kept.reader(tokens[:length]) as found:
+                    if found is not None:
+                        return self.compute(tokens, on_progress, found, every, on_part, length)
+            except UserError as error:
+                log.warning("a kept prompt is not used: %s", error)
         # A file may hold more: whole intervals of another engine.
         cache = self.allocate(length if reader is None else max(length, reader.layout.length))
         store = cache.prefix
         # Whole chunks of a prefill, so that the numbers are those of a prefill in one go.
         unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
-        if reader is not None and (held := self._whole(reader.layout.length)):
+        held = 0 if reader is None else self._whole(common_length(reader.tokens[: reader.layout.length],
+                                                                  tokens[:length]))
+        if held:
             reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
             for i in range(self.target.config.n_layer):
                 store.score(i, 0, 0, store.load(i, 0, 0, held)[0])
@@ -236,6 +257,8 @@ class Buffers:
                 on_part(self.new_prefix(tokens[:stop], store))
         prefix = self.new_prefix(tokens, store)
         prefix.num_read = num_read
+        if self.kept is not None and length >= max(SHARED_FROM, 2 * num_read):
+            self._unkept = weakref.ref(prefix)
         if self.settings.ngram and self.settings.auto:
             prefix.meter()  # which questions will need: on the host, while a GPU still computes
         return prefix

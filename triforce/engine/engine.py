@@ -33,6 +33,7 @@ from ..config import (
     check_logprobs,
     check_max_new_tokens,
     is_whole,
+    parse_size,
     split,
     takes,
     whole,
@@ -55,6 +56,7 @@ from .conversation import Chat
 from .keep import check_keep, cut
 from .output import Generation, special_ids, stop_ids, stop_strings
 from .prompt_cache import OF_PROMPT, Prefix, asked, check_prefix, check_room, common_length, opened, storable
+from .prompt_cache_folder import PromptCacheFolder
 from .prompt_cache_path import check_target, holds_something
 from .session import Call, Session, Stream
 
@@ -90,9 +92,11 @@ class Engine:
                             f"use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
-        models = Models(target, draft, drafting, placement.draft_ranks)
+        models, kept = Models(target, draft, drafting, placement.draft_ranks), None
+        if placement.cache_dir is not None:
+            kept = PromptCacheFolder(self, placement.cache_dir, parse_size(placement.cache_dir_size, "cache_dir_size"))
         self.buffers = Buffers(models, settings or Settings(), placement, vocab_size, self.compute_stream.cuda,
-                               partial(Prefix, self))
+                               partial(Prefix, self), kept)
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self.warming = None  # the thread that warms up kernels, see warm_up.py
         self._serving: Session | None = None  # whom the state belongs to
@@ -501,6 +505,7 @@ class Engine:
             if explain is not None:  # here no traceback holds on to the buffers
                 self.release()
                 raise explain()
+        self.buffers.keep()
 
     def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
@@ -547,10 +552,12 @@ class Engine:
         state.params.set(**sampling)
         # Greedy output and coupled draws promise equal bits; other tokens come from steps of any size. Ranks pad: the
         # tokens of a rank that has gone astray should show it, not the shapes that it sends. Compiled steps pad, since
-        # each shape is compiled anew. On a GPU rows cost next to nothing.
+        # each shape is compiled anew; but of several texts, a step that checks nothing gains a seventh without the
+        # rows. On a GPU rows cost next to nothing.
         same_bits, cheap = state.params.greedy or self.settings.coupled, self.device.type != "cpu"
-        padding = Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
-        if self.target.group is not None or self.placement.compile is True:
+        compiles = self.placement.compile is True
+        padding = Padding(plain=same_bits, drafts=same_bits or cheap or compiles, inner=cheap or compiles)
+        if self.target.group is not None or compiles and state.batch == 1:
             padding = PADDED
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW

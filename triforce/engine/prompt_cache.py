@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger("triforce")
+SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step, or a file
 JOINTS = 16  # tokens: a template may join a question to the last ones of a document in another way
 
 OF_PROMPT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str}

@@ -1,0 +1,116 @@
+"""A folder of kept prompts: a prompt finds the file that has its beginning, and answers as if it had been computed."""
+
+import json
+import logging
+import os
+
+import pytest
+from conftest import make_engine, random_prompt
+
+from triforce import UserError, cli
+from triforce.model import Transformer
+
+TEXT = random_prompt(700)
+SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
+
+
+def files(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 1}], ids=["resident", "offloaded"])
+def test_a_prompt_finds_its_file(pair, tmp_path, computed, how):
+    """In another engine, by a prompt that goes on differently; the text is the one without a folder."""
+    folder = tmp_path / "kept"
+    question, other = [*TEXT, 5, 6], [*TEXT[:690], 7, 8, 9]
+    first = make_engine(*pair, **SETTINGS, **how, cache_dir=folder)
+    first.generate(question, 8)
+    names = files(folder)
+    assert len(names) == 1
+    computed.clear()
+    engine = make_engine(*pair, **SETTINGS, **how, cache_dir=folder)
+    result = engine.generate(other, 8, temperature=0.0)
+    assert [start for start, _ in computed] == [672] and result.stats.reused_tokens == 672
+    assert result.tokens == make_engine(*pair, **SETTINGS, **how).generate(other, 8, temperature=0.0).tokens
+    assert files(folder) == names  # what was read is not written again
+    engine.generate([*other, *result.tokens, 3], 8)  # goes on in place
+    assert files(folder) == names
+    computed.clear()
+    document = make_engine(*pair, **SETTINGS, **how, cache_dir=folder).prefill(TEXT)
+    assert computed == [] and document.num_read == 688
+
+
+def test_prompts_side_by_side(pair, tmp_path, computed):
+    prompts = [[*TEXT, 5, 6], [*TEXT, 7]]
+    make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(prompts, 4)
+    computed.clear()
+    results = make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(prompts, 4, temperature=0.0)
+    assert {start for start, _ in computed} == {688} and len(files(tmp_path)) == 1
+    expected = make_engine(*pair, **SETTINGS).generate(prompts, 4, temperature=0.0)
+    assert [one.tokens for one in results] == [one.tokens for one in expected]
+
+
+def test_what_is_not_used(pair, tmp_path, computed, caplog):
+    """Another model's file, one with less than half of the prompt, and one that is damaged."""
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
+    engine.generate(TEXT[:600], 4)
+    assert len(files(tmp_path)) == 1
+    stranger = Transformer.random(pair[0].config, seed=9)
+    computed.clear()
+    make_engine(stranger, pair[1], **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4)
+    assert computed[0][0] == 0 and len(files(tmp_path)) == 2
+    computed.clear()
+    make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(random_prompt(1300)[:20] + TEXT, 4)
+    assert computed[0][0] == 0 and len(files(tmp_path)) == 3
+    for name in files(tmp_path):
+        with open(tmp_path / name, "r+b") as file:
+            file.seek(-40_000, 2)
+            file.write(b"\x01\x02\x03" * 4000)
+    computed.clear()
+    with caplog.at_level(logging.WARNING, "triforce"):
+        tokens = make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4, temperature=0.0).tokens
+    assert computed[0][0] == 0 and "a kept prompt is not used" in caplog.text
+    assert tokens == make_engine(*pair, **SETTINGS).generate(TEXT[:600], 4, temperature=0.0).tokens
+    computed.clear()  # and written anew
+    make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4)
+    assert [start for start, _ in computed] == [576]
+
+
+def test_the_newest_stay(pair, tmp_path, caplog):
+    texts = [random_prompt(600, seed=seed) for seed in range(3)]
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
+    sizes, names = [], []
+    for i, text in enumerate(texts[:2]):
+        engine.generate(text, 2)
+        [name] = set(files(tmp_path)) - set(names)
+        names.append(name)
+        sizes.append(os.path.getsize(tmp_path / name))
+        os.utime(tmp_path / name, (i, i))
+    small = {"cache_dir": tmp_path, "cache_dir_size": 2 * sizes[0] + 100}
+    make_engine(*pair, **SETTINGS, **small).generate(texts[0], 2)  # reading makes it new
+    (tmp_path / "mine.txt").write_text("stays")
+    make_engine(*pair, **SETTINGS, **small).generate(texts[2], 2)
+    left = files(tmp_path)
+    assert names[0] in left and names[1] not in left and len(left) == 3 and "mine.txt" in left
+    with caplog.at_level(logging.WARNING, "triforce"):
+        make_engine(*pair, **SETTINGS, cache_dir=tmp_path, cache_dir_size=1000).generate(texts[1], 2)
+    assert "is not kept" in caplog.text and files(tmp_path) == left
+
+
+def test_mistakes_and_the_command_line(pair, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match="cannot keep prompts in .*give another cache_dir"):
+        make_engine(*pair, cache_dir=tmp_path / "file")
+    with pytest.raises(UserError, match="cache_dir_size"):
+        make_engine(*pair, cache_dir=tmp_path, cache_dir_size="much")
+    book = tmp_path / "book.txt"
+    book.write_text("The sea was calm, and the men said nothing of what they had seen. " * 120)
+    command = ["--prompt-file", str(book), "--question", "Who?", "--cache-dir", str(tmp_path / "kept"), "--device",
+               "cpu", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+    assert cli.main(command) == 0
+    first = capsys.readouterr().out
+    assert len(files(tmp_path / "kept")) == 1
+    read = []
+    monkeypatch.setattr("triforce.engine.buffers.Buffers._compute", lambda *a, **k: read.append(a))
+    assert cli.main(command) == 0  # nothing of the document is computed
+    assert read == [] and json.loads(capsys.readouterr().out)["text"] == json.loads(first)["text"]
