@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
@@ -81,6 +81,14 @@ FAMILIES = {
     "SmolLM3, YaRN": {"model_type": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": False,
                       "no_rope_layer_interval": 2, "rope_scaling": {
                           "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 1000000.0,
+                      "rms_norm_eps": 1e-6, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+                      "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                      "use_sliding_window": False, "sliding_window": None, "max_window_layers": 2,
+                      "router_aux_loss_coef": 0.001, "output_router_logits": False, "attention_bias": False},
+    "Qwen3-MoE, tied": {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 16, "num_experts": 5,
+                        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False,
+                        "mlp_only_layers": [], "tie_word_embeddings": True},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
@@ -119,11 +127,22 @@ def build(family: str, seed: int = 0, **more) -> torch.nn.Module:
     return model
 
 
+def as_published(state: dict) -> dict:
+    """Experts, which transformers 5 holds in one tensor, each by its own name."""
+    for name in [name for name in state if ".experts." in name]:
+        tensor = state.pop(name)
+        for n, expert in enumerate(tensor):
+            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                state[f"{name.rsplit('.', 1)[0]}.{n}.{part}.weight"] = weight
+    return state
+
+
 def save(model: torch.nn.Module, config: dict, folder: Path, kind: str = "safetensors", shards: int = 1) -> Path:
     """Writes config.json and the weights as `safetensors` or `bin`, in one file or several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    state = {name: tensor for name, tensor in model.state_dict().items()
+    state = {name: tensor for name, tensor in as_published(model.state_dict()).items()
              if not (config.get("tie_word_embeddings") and name == "lm_head.weight")}
     suffix, stem = {"safetensors": (".safetensors", "model"), "bin": (".bin", "pytorch_model")}[kind]
     names, weight_map = list(state), {}

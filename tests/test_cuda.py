@@ -43,10 +43,10 @@ def num_compiled() -> int:
 
 
 @functools.cache
-def random_models_in(dtype):
-    """A GQA target with random weights: rejections come in plenty, ties and near ties too."""
+def random_models_in(dtype, **more):
+    """A GQA target with random weights: rejections come in plenty, ties and near ties too. more: of its config."""
     make = {"device": "cuda", "dtype": dtype}
-    target = ModelConfig(VOCAB, 512, 4, 8, 4, 64, 1024, max_position_embeddings=131072)
+    target = ModelConfig(VOCAB, 512, 4, 8, 4, 64, 1024, max_position_embeddings=131072, **more)
     draft = ModelConfig(VOCAB, 128, 2, 2, 2, 64, 256)
     return Transformer.random(target, std=0.05, **make), Transformer.random(draft, seed=1, std=0.05, **make)
 
@@ -90,13 +90,16 @@ MORE = [("triforce", 512, 6, 2, {"draft_cache": "query"}), ("retrieval", 512, 4,
 
 
 @in_half_precision
-@pytest.mark.parametrize("which", ["random", "tiny"])
+@pytest.mark.parametrize("which", ["random", "tiny", "experts"])
 def test_greedy_bits(which, dtype, eager_to_draft):
     """512 tokens at 16K: tokens and logits hashes, every hierarchy against no drafter and against speculate=False; of
     steps as they are, and of compiled ones."""
     if which == "random":
         models, vocab_size = random_models_in(dtype), VOCAB
         ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS + MORE, None
+    elif which == "experts":  # steps of few rows copy weights; those that are promised bits read all
+        models, vocab_size = random_models_in(dtype, num_experts=64, active_experts=4, weighs_anew=True), VOCAB
+        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS[:3], None
     else:
         models, ids, vocab_size = tiny_models(dtype)
         variants, compile = COMPILED, True

@@ -141,7 +141,7 @@ def test_two_spellings_of_a_scaling_are_one(fields):
         "num_local_experts": 8, "n_routed_experts": 64, "kv_lora_rank": 512}.items()),
     *(({"architectures": [name]}, f"architecture '{name}' is not supported")
       for name in ("GPT2LMHeadModel", "Glm4ForCausalLM")),  # the latter has norms of its own
-    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
+    ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "architecture 'MixtralForCausalLM' is not"),
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},

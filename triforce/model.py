@@ -66,6 +66,9 @@ class ModelConfig:
     # Linear layers in fp8. Not in the repr, by which models are known: one without such layers is known as ever.
     float8: Float8 | None = field(default=None, repr=False)
     nope_layers: tuple[int, ...] = field(default=(), repr=False)  # without rotation (NoPE, arXiv 2305.19466)
+    num_experts: int = field(default=0, repr=False)  # of ffn_dim each; 0: one MLP
+    active_experts: int = field(default=0, repr=False)  # of a token
+    weighs_anew: bool = field(default=False, repr=False)  # the weights of a token's experts add up to 1
 
     @property
     def max_len(self) -> int:
@@ -123,8 +126,9 @@ class ModelConfig:
         attention = self.dim * (rows + self.head_dim * self.n_head)
         norms = 2 * self.dim + 2 * self.head_dim * self.qk_norm
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
+        mlp = 3 * self.dim * self.ffn_dim * max(self.num_experts, 1) + self.dim * self.num_experts
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
+        return embeddings + self.n_layer * (attention + biases + mlp + norms) + self.dim
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -240,13 +244,69 @@ class MLP(nn.Module):
         return self.down(self.silu(gate) * up)
 
 
+class Stack(nn.Module):
+    """Matrices of all experts, one below the other: [experts * rows, columns]."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+class Experts(nn.Module):
+    """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE).
+
+    A step has static shapes, and a row's bits depend on no choice of other rows. Shapes: N rows, E experts, k of them
+    that a row has, F ffn_dim.
+    """
+
+    FEW_ROWS = 512  # of a sequence: a step has no more, and a prefill's longer chunks go from expert to expert
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
+        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
+        self.gate_up = Stack(config.num_experts * 2 * config.ffn_dim, config.dim)
+        self.silu = nn.SiLU()
+        self.down = Stack(config.num_experts * config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)  # [N, dim]
+        shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
+        weight, chosen = shares.topk(self.active)  # [N, k]
+        if self.weighs_anew:
+            weight = weight / weight.sum(-1, keepdim=True)
+        stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
+        if x.shape[1] > self.FEW_ROWS:
+            out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)
+        elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
+            out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
+            out = (out * weight[..., None]).sum(1)
+        else:
+            weight = torch.zeros_like(shares).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
+            out = torch.where(weight > 0, self._mlp(rows, *stacks) * weight, 0.0).sum(0)  # others may have overflowed
+        return out.to(x.dtype).view(x.shape)
+
+    def _mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x [..., n, dim], weights [..., 2F, dim] and [..., dim, F] -> [..., n, dim]."""
+        gate, up = (x @ gate_up.transpose(-1, -2)).chunk(2, -1)
+        return (self.silu(gate) * up) @ down.transpose(-1, -2)
+
+    def _one_by_one(self, rows: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Each expert computes its own rows. The host learns how many they are."""
+        out, order = torch.zeros_like(rows), chosen.flatten().argsort(stable=True)
+        for expert, places in enumerate(order.split(chosen.flatten().bincount(minlength=self.count).tolist())):
+            y = self._mlp(rows[None, places // self.active], gate_up[expert], down[expert])[0]
+            out.index_add_(0, places // self.active, y * weight.flatten()[places, None])
+        return out
+
+
 class Block(nn.Module):
     """One layer. What stands before and after the reading of the cache is compiled, where that is wanted."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.num_experts else MLP(config)
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
 

@@ -77,8 +77,7 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         y = weights @ v.double().repeat_interleave(group, 0)  # [H, S, D]
         x = x + layer.attention.out(y.to(x.dtype).transpose(0, 1).flatten(1))
-        gate, up = layer.mlp.gate_up(layer.mlp_norm(x)).chunk(2, -1)
-        x = x + layer.mlp.down(F.silu(gate) * up)
+        x = x + layer.mlp(layer.mlp_norm(x)[None])[0]
         queries.append(q)
         keys.append(k)
     return model.output(model.norm(x)), queries, keys

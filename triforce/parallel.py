@@ -199,7 +199,7 @@ def share(model: nn.Module, group: Group | None) -> nn.Module:
     """The blocks of a model, whose config is one rank's, add up what all ranks have. None: there is one rank."""
     model.group = group
     for layer in model.layers if group is not None else ():
-        for last in (layer.attention.out, layer.mlp.down):
+        for last in (layer.attention.out, layer.mlp):
             last.register_forward_hook(lambda module, given, y: group.all_reduce(y))
     return model
 

@@ -68,6 +68,8 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
              ("--batch-size",)),
         Part("choice of the view", _choice_bytes(target, draft, settings, batch, own, base, dtype),
              ("--draft-cache",) if settings.draft_cache == "snapkv" else ("--chunk-size", "block_size")),
+        Part("experts of a step", _experts_bytes(target, settings.tree.rows * batch, dtype),
+             ("block_size", "--batch-size")),
         Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
         Part("draft cache", sum(source.nbytes for source in state.hierarchy.sources.values()) if draft else 0,
              () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",))]
@@ -95,7 +97,7 @@ def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: 
 
 def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
     """What `load` takes of a device, before there are sizes."""
-    remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
+    remedies = ("--dtype",) if target.float8 is not None or target.num_experts else ("--dtype", "--weights fp8")
     models = [("target weights", target, remedies), ("draft weights", draft, ("--draft none",))]
     return tuple(Part(name, sum(x.nbytes for x in _meta_model(config, dtype).parameters()), remedies)
                  for name, config, remedies in models if config is not None)
@@ -109,6 +111,8 @@ def _meta_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
 def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
     """Hidden states of the whole prompt, and activations of a chunk."""
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
+    if config.num_experts:  # what goes to an expert and comes back; shares
+        per_chunk_token += 4 * config.dim + 6 * config.num_experts
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
     more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
@@ -119,6 +123,13 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
         layers += [("output", settings.tree.rows)] * ("output" not in config.float8.wide)
         float8 = [work_bytes(linear_shape(config, name), rows, dtype.itemsize) for name, rows in layers]
     return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + max(float8, default=0)
+
+
+def _experts_bytes(config: ModelConfig, rows: int, dtype: torch.dtype) -> int:
+    """Weights that a step of few rows copies, or what all experts make of more rows."""
+    copied = min(rows * config.active_experts, config.num_experts // 4) * 3 * config.dim * config.ffn_dim
+    made = config.num_experts * rows * (3 * config.ffn_dim + config.dim)
+    return max(copied * dtype.itemsize, made * dtype.itemsize + 8 * config.num_experts * rows * config.dim)
 
 
 def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:

@@ -27,7 +27,7 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
     """Starts the warm-up where it helps, while `weight_bytes` of weights are read. A computation waits for the thread
     first: both need Python's lock. settings: resolved."""
     device = stream.device
-    if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
+    if device.type != "cuda" or target.float8 or draft and draft.float8 or target.num_experts:  # by other kernels
         return None
     use_this_gpu = like_this_thread(device)
     free = (memory.available(device) or 0) - weight_bytes - SPARE

@@ -11,12 +11,13 @@ from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
 THETAS = {"SmolLM3ForCausalLM": 2e6}  # where config.json has none, if not 10,000
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
-LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
-           "kv_lora_rank", "q_lora_rank")
+LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
+           "mlp_only_layers", "shared_expert_intermediate_size")
+EXPERTS = ("num_experts", "num_local_experts")  # two spellings of their number
 LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  # layers unlike, queries by position
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
@@ -29,8 +30,9 @@ def config_from_hf(hf: dict) -> ModelConfig:
     """Reads a config.json, in the spelling of any transformers version. Raises UserError for a value that is of the
     wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
     fields = Fields(hf)
-    refuse(fields, LACKING)
     architecture = _architecture(fields)
+    has_experts = architecture == "Qwen3MoeForCausalLM"
+    refuse(fields, LACKING if has_experts else (*LACKING, *EXPERTS))
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
     dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
     theta, rotary_factor, scaling = _rope(fields)
@@ -45,7 +47,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         n_head=n_head,
         n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
         head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
-        ffn_dim=fields.get("intermediate_size", whole(1, 2**20)),
+        ffn_dim=fields.get("moe_intermediate_size" if has_experts else "intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
         rope_theta=THETAS.get(architecture, 10000.0) if theta is None else theta,
         rope_scaling=scaling,
@@ -54,13 +56,14 @@ def config_from_hf(hf: dict) -> ModelConfig:
         max_position_embeddings=positions,
         sliding_window=_window(fields, architecture),
         unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
         out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
         mlp_bias=fields.get("mlp_bias", FLAG, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
         architecture=architecture,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
+        **(_experts(fields) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}),
     )
@@ -112,6 +115,18 @@ def _window(fields: Fields, architecture: str) -> int | None:
         return window if "sliding_attention" in types else None
     full = fields.get("max_window_layers", whole(0, 2**31), 0)
     return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
+
+
+def _experts(fields: Fields) -> dict:
+    """The fields of `ModelConfig` that say which MLPs a layer has. All layers have the same."""
+    count = agreed({key: fields.get(key, whole(1, 2**12), None) for key in EXPERTS}) or fields.get(
+        "num_experts", whole(1, 2**12))
+    if (step := fields.get("decoder_sparse_step", whole(1, 2**10), 1)) != 1:
+        raise UserError(f"decoder_sparse_step {step} is not supported: some layers have no experts; supported is 1")
+    if fields.part("quantization_config").get("quant_method", TEXT, "") in ("fp8", "compressed-tensors"):
+        raise UserError("quantization_config of a model with experts is not supported; choose its wide weights")
+    return {"num_experts": count, "active_experts": fields.get("num_experts_per_tok", whole(1, count)),
+            "weighs_anew": fields.get("norm_topk_prob", FLAG, False)}
 
 
 def _nope_layers(fields: Fields) -> tuple[int, ...]:

@@ -60,9 +60,13 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.o_proj", ours, "attention.out", 0, dim, q, config.out_bias)
-        linear(theirs + "mlp.gate_proj", ours, "mlp.gate_up", 0, ffn, dim, config.mlp_bias)
-        linear(theirs + "mlp.up_proj", ours, "mlp.gate_up", ffn, ffn, dim, config.mlp_bias)
-        linear(theirs + "mlp.down_proj", ours, "mlp.down", 0, dim, ffn, config.mlp_bias)
+        if config.num_experts:
+            linear(theirs + "mlp.gate", ours, "mlp.router", 0, config.num_experts, dim)
+        names = [f"mlp.experts.{n}." for n in range(config.num_experts)] or ["mlp."]
+        for n, name in enumerate(names):
+            linear(f"{theirs}{name}gate_proj", ours, "mlp.gate_up", 2 * n * ffn, ffn, dim, config.mlp_bias)
+            linear(f"{theirs}{name}up_proj", ours, "mlp.gate_up", (2 * n + 1) * ffn, ffn, dim, config.mlp_bias)
+            linear(f"{theirs}{name}down_proj", ours, "mlp.down", n * dim, dim, ffn, config.mlp_bias)
     return table
 
 

@@ -1,0 +1,137 @@
+"""Layers with experts: every way to compute them gives the same numbers, and a row's bits follow from it alone."""
+
+import pytest
+import torch
+from conftest import bits, bits_of_rows, make_engine, make_state, random_prompt, slow
+from families import build, config_json, save
+from torch.nn import functional as F
+
+import triforce
+from triforce import UserError
+from triforce.config import Settings
+from triforce.decode.batch import Sizes
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
+from triforce.engine.memory import plan_memory
+from triforce.hf.config import config_from_hf
+from triforce.model import Experts, ModelConfig, Transformer
+
+CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 24, max_position_embeddings=8192, qk_norm=True, num_experts=16,
+                     active_experts=2, weighs_anew=True, architecture="Qwen3MoeForCausalLM")
+# Rows of a step: those of few copy the weights of the chosen, others read all.
+FEW, MANY = 1, 12
+
+
+@pytest.fixture(scope="module")
+def models():
+    return (Transformer.random(CONFIG, seed=0, std=0.3),
+            Transformer.random(ModelConfig(64, 16, 1, 2, 2, 8, 32), seed=1, std=0.3))
+
+
+def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """One row and one expert after the other, in float64."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    gate_up, down = (one.weight.double().view(experts.count, -1, one.weight.shape[1])
+                     for one in (experts.gate_up, experts.down))
+    for b, m in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
+        row = x[b, m].double()
+        shares = (experts.router.weight.double() @ row).softmax(0)
+        chosen = shares.argsort(descending=True)[: experts.active]
+        weights = shares[chosen] / (shares[chosen].sum() if experts.weighs_anew else 1)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (gate_up[expert] @ row).chunk(2)
+            out[b, m] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("weighs_anew", [True, False])
+@pytest.mark.parametrize("how", ["few", "many", "prefill"])
+def test_every_way_is_the_definition(models, monkeypatch, how, weighs_anew):
+    experts = models[0].layers[0].mlp
+    monkeypatch.setattr(experts, "weighs_anew", weighs_anew)
+    monkeypatch.setattr(Experts, "FEW_ROWS", 4 if how == "prefill" else 512)
+    went = []
+    monkeypatch.setattr(Experts, "_one_by_one", lambda *a, real=Experts._one_by_one: went.append(1) or real(*a))
+    monkeypatch.setattr(Experts, "_mlp", lambda self, x, gate_up, down, real=Experts._mlp: went.append(
+        gate_up.shape[:-2]) or real(self, x, gate_up, down))
+    x = torch.randn(1, FEW, 32) if how == "few" else torch.randn(2, MANY, 32)
+    torch.testing.assert_close(experts(x).double(), by_definition(experts, x), atol=1e-5, rtol=1e-5)
+    assert went[0] == {"few": (FEW, 2), "many": (16,), "prefill": 1}[how] and (how == "prefill" or len(went) == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+def test_a_rows_bits_follow_from_it_alone(models, rows, dtype):
+    """Whatever experts the others choose; also where those that it did not choose overflow."""
+    experts = Transformer.random(CONFIG, seed=0, std=0.3, dtype=dtype).layers[0].mlp
+    x = torch.randn(2, rows, 32, dtype=dtype)
+    y = experts(x)
+    for seed in range(4):
+        others = torch.randn(2, rows, 32, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+        others[0, 0] = x[0, 0]
+        assert torch.equal(experts(others)[0, 0], y[0, 0])
+    chosen = experts.router(x[:1, :1]).topk(experts.active).indices.flatten().tolist()
+    with torch.no_grad():
+        for n, one in enumerate(experts.gate_up.weight.view(experts.count, -1, 32)):
+            one.mul_(1 if n in chosen else 1e4).mul_(1 if n in chosen or dtype == torch.float16 else 1e34)
+    assert torch.equal(experts(x)[0, 0], y[0, 0]) and (rows == 1 or not experts(x).isfinite().all())
+
+
+@pytest.mark.parametrize("levels,gamma", [("triforce", 6), *slow(("retrieval", 6), ("draft", 3), ("ngram", 6),
+                                                                  ("query", 4))])
+def test_greedy_bits_do_not_depend_on_drafting(models, levels, gamma):
+    target, draft = models
+    prompt = random_prompt(600)
+    plain = bits(make_state(target, None, [prompt], retrieval=False, capacity=2048, keep_logits=True), 90)[:2]
+    state = make_state(target, draft if levels in ("triforce", "draft") else None, [prompt], capacity=2048,
+                       retrieval=levels != "draft", ngram=levels == "ngram", gamma=gamma, keep_logits=True,
+                       draft_cache="query" if levels == "query" else None)
+    tokens, hashes, rejected, _ = bits(state, 90)
+    assert (tokens, hashes) == plain and rejected["full"] >= 10
+
+
+def test_greedy_bits_side_by_side(models):
+    """Rows of a batch draft alike and are checked together; the experts of one row's drafts are another's neighbours.
+    Over a shared prefix, too."""
+    prompts = [random_prompt(300) + random_prompt(40, seed=seed) for seed in (1, 2, 3)]
+    for base in (0, 288):
+        found = [bits_of_rows(make_state(*models, prompts, base=base, capacity=1024, keep_logits=True), 40, plan=plan)
+                 for plan in (AUTOREGRESSION, DraftPlan(6, "model", True, 2, 3), DraftPlan(3, "model"))]
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 1}, *slow({"compile": True})], ids=str)
+def test_a_seeds_text_and_greedy_text(models, how):
+    engine = make_engine(*models, flush_interval=16, chunk_size=4, budget=64, sampling="coupled", **how)
+    prompt = random_prompt(700)  # longer than a step: the prefill goes from expert to expert
+    for temperature in (0.0, 1.0):
+        texts = [engine.generate(prompt, 40, temperature=temperature, seed=3, speculate=on) for on in (True, False)]
+        assert texts[0].tokens == texts[1].tokens and texts[0].stats.target_forwards < 40
+
+
+def test_a_plan_counts_them():
+    """What all experts make of 16 rows: gate and up, their product, what comes down, and that weighed."""
+    settings, sizes = Settings(gamma=6, block_size=8).resolve(has_model=False), Sizes(2, 1024, 256, 64)
+    plan = plan_memory(CONFIG, None, settings, sizes, torch.float32, torch.device("cpu"))
+    [found] = [part.bytes for part in plan.parts if part.name == "experts of a step"]
+    assert found == 16 * 16 * 4 * (3 * 24 + 32 + 2 * 32)
+    model = Transformer.empty(CONFIG, "meta", torch.float32)
+    assert CONFIG.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported"),
+    ({"mlp_only_layers": [1]}, "mlp_only_layers .* is not supported"),
+    ({"num_local_experts": 7}, "num_experts says 16, and num_local_experts says 7"),
+    ({"num_experts_per_tok": 17}, "num_experts_per_tok is 17"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "model with experts is not supported")])
+def test_what_is_not_built_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        config_from_hf({**config_json("Qwen3-30B-A3B"), **fields})
+    with pytest.raises(UserError, match="num_experts 8 is not supported"):
+        config_from_hf({**config_json("Qwen3"), "num_experts": 8})
+
+
+def test_fp8_is_refused(tmp_path):
+    folder = save(build("Qwen3-30B-A3B"), config_json("Qwen3-30B-A3B"), tmp_path)
+    with pytest.raises(UserError, match="this one has experts; leave it out"):
+        triforce.load(folder, weights="fp8", draft=False, device="cpu")
