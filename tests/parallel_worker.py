@@ -51,12 +51,16 @@ def logits_of(model, ids):
     return make_engine(model, retrieval=False).logits(ids)
 
 
+KINDS = {"untied": {}, "tied": {"tie_word_embeddings": True},
+         "experts": {"mlp_bias": False, "num_experts": 6, "active_experts": 2, "weighs_anew": True}}
+
+
 @cache
-def every_kind_alone(n_kv_head: int, tied: bool):
+def every_kind_alone(n_kv_head: int, kind: str):
     """Biases, norms and rotated parts of heads, and a vocabulary that does not divide: (a model, ids, its logits)."""
     config = ModelConfig(65, 32, 2, 8, n_kv_head, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
                          qk_norm=True, rotary_factor=0.5, nope_layers=(1,))
-    whole = Transformer.random(replace(config, tie_word_embeddings=tied), seed=3, std=0.3)
+    whole = Transformer.random(replace(config, **KINDS[kind]), seed=3, std=0.3)
     for name, parameter in whole.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.copy_(torch.linspace(0.5, 1.5, 8))
@@ -65,8 +69,8 @@ def every_kind_alone(n_kv_head: int, tied: bool):
 
 
 def every_kind_of_parameter(group) -> None:
-    for tied in (False, True)[: 1 if group.size == 8 else 2]:
-        whole, ids, expected = every_kind_alone(8 if group.size == 8 else 4, tied)
+    for kind in [*KINDS][: 1 if group.size == 8 else 3]:
+        whole, ids, expected = every_kind_alone(8 if group.size == 8 else 4, kind)
         part = shard(whole, group)
         assert group.agree(weights_fingerprint(part)) == weights_fingerprint(part)  # of the weights of all ranks
         assert part.config.n_head == 8 // group.size and part.embedding.weight.shape[0] == -(-65 // group.size)
@@ -301,8 +305,7 @@ def forked(rank: int, count: int, port: int, flags: list[str]) -> None:
 
 def checks(count: int) -> list:
     """What so many ranks compute, each with what one computes for it."""
-    found = [(every_kind_of_parameter, lambda: [every_kind_alone(8 if count == 8 else 4, tied)
-                                                for tied in (False, True)])]
+    found = [(every_kind_of_parameter, lambda: [every_kind_alone(8 if count == 8 else 4, kind) for kind in KINDS])]
     if count == 2:  # the target of this pair has two KV heads
         found += [(what_is_said, said_alone), (questions_about_a_document, answers_alone)]
     if count != 4:

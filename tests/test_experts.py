@@ -131,6 +131,16 @@ def test_what_is_not_built_is_refused(fields, message):
         config_from_hf({**config_json("Qwen3"), "num_experts": 8})
 
 
+@pytest.mark.parametrize("part, index", [("router", 3), ("gate_up", slice(None)), ("down", slice(None))])
+def test_a_weight_that_is_no_number_is_named(models, part, index):
+    target = Transformer.random(CONFIG, seed=0, std=0.3)
+    with torch.no_grad():
+        dict(target.named_parameters())[f"layers.0.mlp.{part}.weight"].view(-1)[index] = float("nan")
+    engine = make_engine(target, models[1], flush_interval=16, chunk_size=4, budget=64)
+    with pytest.raises(UserError, match=r"not finite from layers.0.mlp on, at position \d+ of 600 tokens: weights"):
+        engine.generate(random_prompt(600), 8)
+
+
 def test_fp8_is_refused(tmp_path):
     folder = save(build("Qwen3-30B-A3B"), config_json("Qwen3-30B-A3B"), tmp_path)
     with pytest.raises(UserError, match="this one has experts; leave it out"):

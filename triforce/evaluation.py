@@ -40,6 +40,8 @@ class TriforceLM(TemplateLM):
         options: those of `load`, such as draft, budget, dtype, offload.
     """
 
+    max_gen_toks = 256  # of an answer, where a task does not say
+
     def __init__(self, pretrained: str = "tiny", batch_size: int | str = 1, max_batch_size: int | None = None,
                  device: str | None = None, max_length: int | None = None, speculate: bool = True, **options):
         super().__init__()
@@ -53,10 +55,6 @@ class TriforceLM(TemplateLM):
     @property
     def max_length(self) -> int:
         return self.engine.room(0)
-
-    @property
-    def max_gen_toks(self) -> int:
-        return 256
 
     @property
     def eot_token_id(self) -> int:

@@ -282,8 +282,9 @@ class Experts(nn.Module):
             out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
             out = (out * weight[..., None]).sum(1)
         else:
-            weight = torch.zeros_like(shares).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
-            out = torch.where(weight > 0, self._mlp(rows, *stacks) * weight, 0.0).sum(0)  # others may have overflowed
+            weighed = torch.full_like(shares, -1.0).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
+            # What was not chosen may have overflowed. A weight may be no number, which has to be seen.
+            out = torch.where(weighed == -1, 0.0, self._mlp(rows, *stacks) * weighed).sum(0)
         return out.to(x.dtype).view(x.shape)
 
     def _mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

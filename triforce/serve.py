@@ -173,9 +173,9 @@ class Documents:
         if common < SHARED_FROM:
             return None, 0
         ids = prompts[0][:common]
-        enough = max(SHARED_FROM, common // 2)
-        length, best = max(((self._shared(one.tokens[: one.num_shared], ids), i) for i, one in enumerate(self.held)),
-                           default=(0, 0))
+        enough, unit = max(SHARED_FROM, common // 2), self.engine.settings.flush_interval
+        length, best = max(((common_length(one.tokens[: one.num_shared], ids) // unit * unit, i)
+                            for i, one in enumerate(self.held)), default=(0, 0))
         if length >= enough:
             self.held.append(self.held.pop(best))
             return whole_part(self.held[-1], length), length
@@ -186,10 +186,6 @@ class Documents:
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
             del self.held[0]
         return whole_part(made, made.num_shared), made.num_read
-
-    def _shared(self, tokens: list[int], ids: list[int]) -> int:
-        whole = self.engine.settings.flush_interval
-        return common_length(tokens, ids) // whole * whole
 
     def _making(self, make: Callable[[], Prefix]) -> Prefix:
         """Where memory is short, documents make room."""
@@ -432,10 +428,8 @@ class Shape:
         if result.logprobs is None:
             return None
         spelled = self.engine.tokenizer_or_raise().token_bytes
-        rows = []
-        for token, one in zip(result.tokens, result.logprobs, strict=True):
-            top = [(spelled(other), value) for other, value in one.top]
-            rows.append((spelled(token), one.model_logprob, top))
+        rows = [(spelled(token), one.model_logprob, [(spelled(other), value) for other, value in one.top])
+                for token, one in zip(result.tokens, result.logprobs, strict=True)]
         if not self.is_chat:
             return {"tokens": [as_text(token) for token, _, _ in rows],
                     "token_logprobs": [value for _, value, _ in rows],

@@ -92,9 +92,9 @@ class Engine:
                             f"use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
-        models, kept = Models(target, draft, drafting, placement.draft_ranks), None
-        if placement.cache_dir is not None:
-            kept = PromptCacheFolder(self, placement.cache_dir, parse_size(placement.cache_dir_size, "cache_dir_size"))
+        models, folder_size = Models(target, draft, drafting, placement.draft_ranks), placement.cache_dir_size
+        kept = None if placement.cache_dir is None else PromptCacheFolder(
+            self, placement.cache_dir, parse_size(folder_size, "cache_dir_size"))
         self.buffers = Buffers(models, settings or Settings(), placement, vocab_size, self.compute_stream.cuda,
                                partial(Prefix, self), kept)
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)

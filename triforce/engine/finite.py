@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
 from ..errors import UserError
-from ..model import Transformer
+from ..model import Experts, Transformer
 
 OUTPUTS = 64  # positions whose logits are computed at a time
 
@@ -34,7 +34,9 @@ def explain(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: i
             found.append((f"{name} on, at position {position:,} of {len(tokens):,} tokens", by_weights))
         seen[name] += out.shape[1]
 
-    parts = [(name, part) for name, part in model.named_modules() if not list(part.children()) and name != "rope"]
+    # Experts are looked at as one: what is in them has other shapes.
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, Experts)
+             or not list(part.children()) and name != "rope" and not (model.config.num_experts and ".mlp." in name)]
     hooks = [part.register_forward_hook(lambda *given, name=name: look(name, *given)) for name, part in parts]
     try:
         blocks = prefill_blocks(cache, range(1), 0, len(tokens), chunk_size)

@@ -70,11 +70,10 @@ class PromptCacheFolder:
         """Writes a document, and removes the oldest files beyond the limit. What the disk refuses is logged."""
         nbytes = layout_of(self.engine, len(prefix), prefix.num_shared).header("")[2]
         digest = hashlib.sha256(json.dumps(prefix.tokens).encode()).hexdigest()[:32]
-        path = self.path / f"{self._model()}-{digest}.safetensors"
         try:
             if nbytes > self.most_bytes:
                 raise UserError(f"it takes {nbytes / 1e9:.3f} GB, and cache_dir_size is {self.most_bytes / 1e9:.3f} GB")
-            prefix.save(path)
+            prefix.save(self.path / f"{self._model()}-{digest}.safetensors")
             read_first(self.engine.target.group, self._trim)
         except UserError as error:
             log.warning("a prompt of %d tokens is not kept: %s", len(prefix), error)

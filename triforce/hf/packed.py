@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .files import Fields, about, read_json, whole
-from .quantization import expect
+from .quantization import expect, only_group
 
 WORD = 32
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
@@ -48,12 +48,7 @@ def packing_of(quantization: Fields) -> Packing | None:
     if method != "compressed-tensors":
         less = method == "gptq" and quantization.values.get("checkpoint_format") != "gptq_v2"
         return Packing(method, quantization.values["bits"], quantization.get("group_size", whole(-1, 2**20)), int(less))
-    groups = quantization.part("config_groups").values
-    if len(groups) != 1:
-        raise UserError(f"quantization_config has {len(groups)} config_groups, and weights of one kind are supported; "
-                        "use bf16, or another checkpoint")
-    group = Fields(next(iter(groups.values())))
-    expect(group, GROUP)
+    group = only_group(quantization, GROUP)
     weights = group.part("weights")
     expect(weights, WEIGHTS)
     size = weights.get("group_size", whole(-1, 2**20)) if weights.values["strategy"] == "group" else -1

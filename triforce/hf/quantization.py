@@ -25,11 +25,7 @@ def float8_from_hf(given: Fields, n_layer: int, tied: bool) -> Float8:
         rows, columns = _block(given, "weight_block_size")
     elif not by_method:
         expect(given.part("sparsity_config"), {"format": ("dense", None)})
-        groups = given.part("config_groups").values
-        if len(groups) != 1:
-            refuse("config_groups", sorted(groups))
-        group = Fields(next(iter(groups.values())))
-        expect(group, GROUP)
+        group = only_group(given, GROUP)
         weights, inputs = group.part("weights"), group.part("input_activations")
         expect(weights, WEIGHTS)
         expect(inputs, NUMBERS if inputs.values else {})
@@ -44,6 +40,16 @@ def float8_from_hf(given: Fields, n_layer: int, tied: bool) -> Float8:
 
 def refuse(key: str, value) -> None:
     raise UserError(f"quantization_config has {key} {shown(value)}, which is not supported; use bf16, or e4m3")
+
+
+def only_group(given: Fields, allowed: dict[str, tuple]) -> Fields:
+    """The one entry of config_groups: weights of one kind are supported."""
+    groups = given.part("config_groups").values
+    if len(groups) != 1:
+        refuse("config_groups", sorted(groups))
+    group = Fields(next(iter(groups.values())))
+    expect(group, allowed)
+    return group
 
 
 def expect(given: Fields, allowed: dict[str, tuple]) -> None:

@@ -25,7 +25,6 @@ class StreamingMemory:
 
     PREFILL_ROWS = 64
     extent = Extent()  # how much of the cache is attended to; a recorded step serves one extent
-    never_grows = True  # the extent is always the same
     goes_on = True  # with a text that has become longer; else each prompt's end chooses anew what is attended to
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
@@ -76,8 +75,6 @@ class StreamingMemory:
 class LongMemory:
     """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
     and the newest ("snapkv"). Methods and attributes are those of `StreamingMemory`."""
-
-    never_grows = False
 
     def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
                  flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,
