@@ -317,7 +317,7 @@ class Block(nn.Module):
         return compiled(Block.after)(self, x, states + kv.read(q))
 
     def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
-        """Up to the attention over what lies in the cache already."""
+        """Up to the attention over the tail."""
         return kv.write(self.attention.project(self.attention_norm(x)))
 
     def after(self, x: Tensor, states: list) -> Tensor:

@@ -51,8 +51,8 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
     """One pass over a text: the logits after each token, and the queries and keys of each layer.
 
     Args:
-        view: of each layer, [K, T], the tokens that the positions from `settled` on see, and all after T. Positions
-            before see all. None: so do these.
+        view: of each layer, [K, T]: which of the first T tokens the positions from `settled` on see. They see all
+            tokens after T. Positions before `settled` see all. None: all positions see all.
 
     Returns:
         logits [S, V]; by layer, queries [H, S, D]; by layer, keys [K, S, D].

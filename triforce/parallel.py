@@ -2,7 +2,8 @@
 
 Attention's and the MLP's first projections are split by rows, their last ones by columns, so that each block needs two
 all-reduces; embedding and output are split by vocabulary (Megatron-LM, arXiv 1909.08053). Every rank then has the same
-logits, to the bit, and draws from them with the same noise, a function of seed and position: so no token is ever sent.
+logits, to the bit, and draws from them with the same noise, a function of seed and position: so no token is sent, but
+by a draft on some ranks.
 What is measured rather than computed, such as step times, is agreed on.
 """
 

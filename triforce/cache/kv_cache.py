@@ -1,4 +1,4 @@
-"""A target's keys and values for one batch: a long prefix and a short tail, shared by all levels.
+"""A target's keys and values for one batch: a long prefix and a short tail, shared by the levels that it runs.
 
 The **prefix** holds whole multiples of `flush_interval` tokens of a row and needs no mask. The **tail** holds the
 newest tokens in a static shape: those after the last flush and the block being computed. A token's position alone

@@ -1,4 +1,4 @@
-"""The long part of a target's keys and values: whole flush intervals, never masked, on the device or in host memory.
+"""The long part of a target's keys and values: whole flush intervals, on the device or in host memory.
 
 Conversations about one document share its keys and values. A **shared** prefix has one row and no tail. It lies before
 the prefixes of all rows of a batch, which begin where it ends, at position `base`.

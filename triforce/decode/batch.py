@@ -99,7 +99,7 @@ class DecodeBatch:
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self._texts: list[list[int]] = [[] for _ in range(batch)]  # what the tape holds, as the host knows it
         self.prompt_end = [0] * batch  # lens when the last prefill ended
-        self._ends = [0] * batch  # what lens will not exceed
+        self._ends = [0] * batch  # of what is asked for; a last round may go beyond
         self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self.reused = [0] * batch  # set by the caller: tokens of each prompt that an earlier call had computed

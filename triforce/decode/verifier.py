@@ -140,7 +140,7 @@ class Verifier(Drafter):
         """Emits 1 to S tokens a row (none where `limit` is reached): on the tape, and in the outbox.
 
         Args:
-            probs: see `Drafter.propose`; written from row length - base on.
+            probs: see `Drafter.propose`; written from row length - `proposed_from` on.
         """
         self.check(plan, self.draft(plan), probs)
 

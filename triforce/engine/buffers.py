@@ -1,10 +1,12 @@
 """Chooses the memory of a call: that of the call before, if it fits, with what it already holds of the prompts.
 
-An engine keeps one `DecodeBatch`, and what its rows share, if they do. There are two ways to compute less:
+An engine keeps one `DecodeBatch`, and what its rows share, if they do. The ways to compute less:
 
+- the prompts are those of the call before: the batch is rewound;
 - a single prompt begins with what the DecodeBatch holds: only the rest is computed, in place;
 - the prompts of a call begin with the same tokens: those are computed once and shared. If the DecodeBatch holds or
-  shares them, the next one shares them, too.
+  shares them, the next one shares them, too;
+- a file of `cache_dir` has the beginning of the prompts.
 """
 
 import functools

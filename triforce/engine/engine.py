@@ -550,13 +550,13 @@ class Engine:
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.buffers.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(**sampling)
-        # Greedy output and coupled draws promise equal bits; other tokens come from steps of any size. Ranks pad: the
-        # tokens of a rank that has gone astray should show it, not the shapes that it sends. Compiled steps pad, since
-        # each shape is compiled anew; but of several texts, a step that checks nothing gains a seventh without the
-        # rows. On a GPU rows cost next to nothing.
-        same_bits, cheap = state.params.greedy or self.settings.coupled, self.device.type != "cpu"
-        compiles = self.placement.compile is True
-        padding = Padding(plain=same_bits, drafts=same_bits or cheap or compiles, inner=cheap or compiles)
+        # Greedy output and coupled draws promise equal bits, so their steps are padded. Steps that draft or check are
+        # padded, too, where rows cost next to nothing, as on a GPU, or where each shape is compiled.
+        same_bits, compiles = state.params.greedy or self.settings.coupled, self.placement.compile is True
+        pads = compiles or self.device.type != "cpu"
+        padding = Padding(plain=same_bits, drafts=same_bits or pads, inner=pads)
+        # One text has one compiled shape. Several gain a seventh where a step that checks nothing is not padded. Ranks
+        # pad: the tokens of a rank that has gone astray should show it, not the shapes that it sends.
         if self.target.group is not None or compiles and state.batch == 1:
             padding = PADDED
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them

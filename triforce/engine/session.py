@@ -1,4 +1,4 @@
-"""A call being answered: what it asks for, the rounds of a batch until every row's text has ended, and its stream."""
+"""A call; a `Session` for each group of its prompts, with rounds until every text has ended; and its stream."""
 
 import inspect
 import threading
