@@ -1,13 +1,18 @@
 """A folder of kept prompts: a prompt finds the file that has its beginning, and answers as if it had been computed."""
 
+import copy
 import json
 import logging
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import make_engine, random_prompt
 
 from triforce import UserError, cli
+from triforce.engine.prompt_cache_folder import PromptCacheFolder
 from triforce.model import Transformer
 
 TEXT = random_prompt(700)
@@ -50,8 +55,8 @@ def test_prompts_side_by_side(pair, tmp_path, computed):
     assert [one.tokens for one in results] == [one.tokens for one in expected]
 
 
-def test_what_is_not_used(pair, tmp_path, computed, caplog):
-    """Another model's file, one with less than half of the prompt, and one that is damaged."""
+def test_what_is_not_used(pair, tmp_path, computed):
+    """Another model's file, and one with less than half of the prompt."""
     engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
     engine.generate(TEXT[:600], 4)
     assert len(files(tmp_path)) == 1
@@ -62,18 +67,75 @@ def test_what_is_not_used(pair, tmp_path, computed, caplog):
     computed.clear()
     make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(random_prompt(1300)[:20] + TEXT, 4)
     assert computed[0][0] == 0 and len(files(tmp_path)) == 3
-    for name in files(tmp_path):
-        with open(tmp_path / name, "r+b") as file:
-            file.seek(-40_000, 2)
-            file.write(b"\x01\x02\x03" * 4000)
+
+
+@pytest.mark.parametrize("where", ["numbers", "header", "beginning"])
+def test_a_damaged_file_is_replaced(pair, tmp_path, computed, caplog, where):
+    """The prompt is computed, is said to be, and is written anew."""
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
+    engine.generate(TEXT[:600], 4)
+    [name] = files(tmp_path)
+    with open(tmp_path / name, "r+b") as file:
+        file.seek({"numbers": -40_000, "header": 300, "beginning": 0}[where], 2 if where == "numbers" else 0)
+        file.write(b"\x01\x02\x03" * 40)
     computed.clear()
     with caplog.at_level(logging.WARNING, "triforce"):
-        tokens = make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4, temperature=0.0).tokens
-    assert computed[0][0] == 0 and "a kept prompt is not used" in caplog.text
-    assert tokens == make_engine(*pair, **SETTINGS).generate(TEXT[:600], 4, temperature=0.0).tokens
-    computed.clear()  # and written anew
+        result = make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4, temperature=0.0)
+    assert computed[0][0] == 0 == result.stats.reused_tokens
+    assert ("is not used, and is removed" in caplog.text) == (where == "numbers")  # which are read last
+    assert result.tokens == make_engine(*pair, **SETTINGS).generate(TEXT[:600], 4, temperature=0.0).tokens
+    for again in (make_engine(*pair, **SETTINGS, cache_dir=tmp_path), engine):  # one had read its header before
+        again.release()
+        computed.clear()
+        again.generate(TEXT[:600], 4)
+        assert [start for start, _ in computed] == [576]
+
+
+def test_a_file_that_goes_away(pair, tmp_path, computed, monkeypatch):
+    """Another process may remove it at any time; links and files of others may not be read."""
     make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT[:600], 4)
-    assert [start for start, _ in computed] == [576]
+    os.symlink(tmp_path / "nowhere", tmp_path / f"{16 * '0'}-{32 * '0'}.safetensors")
+    engine, find = make_engine(*pair, **SETTINGS, cache_dir=tmp_path), PromptCacheFolder._find
+
+    def found(self, *args):
+        length, path = find(self, *args)
+        if path is not None:
+            path.unlink()
+        return length, path
+
+    monkeypatch.setattr(PromptCacheFolder, "_find", found)
+    computed.clear()
+    result = engine.generate(TEXT[:600], 4)
+    assert computed[0][0] == 0 == result.stats.reused_tokens and len(result.tokens) == 4
+
+
+def test_numbers_of_another_kind_are_not_read(pair, tmp_path, computed):
+    """Another dtype's, and those of a model that differs in what no weight shows."""
+    make_engine(*pair, **SETTINGS, cache_dir=tmp_path).generate(TEXT, 2)
+    without = copy.deepcopy(pair[0])
+    without.config = without.rope.config = replace(without.config, nope_layers=(1,))
+    for target in (copy.deepcopy(pair[0]).to(torch.bfloat16), without):
+        computed.clear()
+        make_engine(target, None, **SETTINGS, cache_dir=tmp_path).generate(TEXT, 2)
+        assert computed[0][0] == 0
+    assert len(files(tmp_path)) == 3
+
+
+def test_each_group_and_no_error_of_others(pair, tmp_path, computed, caplog):
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path / "kept")
+    texts = [random_prompt(600, seed=seed) for seed in range(3)]
+    engine.generate(texts, 2)  # one after the other
+    assert len(files(tmp_path / "kept")) == 3
+    (tmp_path / "own").mkdir()
+
+    def lose(share):
+        shutil.rmtree(tmp_path / "own", ignore_errors=True)
+
+    engine.release()
+    computed.clear()
+    with pytest.raises(UserError, match="cannot write|no folder"):
+        engine.prefill(texts[0] + texts[1][:400], keep=tmp_path / "own/book.prefix", keep_every=64, on_progress=lose)
+    assert [start for start, _ in computed] == [576] and "is not used" not in caplog.text
 
 
 def test_the_newest_stay(pair, tmp_path, caplog):
@@ -95,6 +157,23 @@ def test_the_newest_stay(pair, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "triforce"):
         make_engine(*pair, **SETTINGS, cache_dir=tmp_path, cache_dir_size=1000).generate(texts[1], 2)
     assert "is not kept" in caplog.text and files(tmp_path) == left
+
+
+def test_room_is_made_before_a_file_is_written(pair, tmp_path, monkeypatch):
+    """On a disk that is nearly full the oldest goes, and what a dead writer has left."""
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
+    engine.generate(random_prompt(600, seed=1), 2)
+    [old] = files(tmp_path)
+    (tmp_path / f".{16 * '1'}-{32 * '2'}.safetensors.0123abcd.tmp").write_bytes(b"left")
+    usage = shutil.disk_usage(tmp_path)
+
+    def nearly_full(path):
+        return usage._replace(free=0 if old in files(tmp_path) else usage.free)
+
+    monkeypatch.setattr(shutil, "disk_usage", nearly_full)
+    engine.generate(random_prompt(600, seed=2), 2)
+    [name] = files(tmp_path)
+    assert name != old and name.endswith(".safetensors")
 
 
 def test_mistakes_and_the_command_line(pair, tmp_path, capsys, monkeypatch):

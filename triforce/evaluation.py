@@ -113,10 +113,8 @@ class TriforceLM(TemplateLM):
 
     def _shared_with_next(self, rows: list):
         """What two rows begin with in common, before either one's continuation, computed; None if that is short."""
-        if len(rows) < 2:
-            return None
-        common = min(common_length(rows[0][0], rows[1][0]), *(len(ids) - len(wanted) for ids, wanted, _ in rows))
-        if common < SHARED_FROM:
+        contexts = [len(ids) - len(wanted) for ids, wanted, _ in rows]
+        if len(rows) < 2 or (common := min(common_length(rows[0][0], rows[1][0]), *contexts)) < SHARED_FROM:
             return None
         prefix = self.engine.prefill(rows[0][0][:common])
         return prefix if prefix.num_shared else None

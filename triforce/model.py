@@ -239,7 +239,7 @@ class MLP(nn.Module):
         self.silu = nn.SiLU()
         self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # [B, M, F] each
         return self.down(self.silu(gate) * up)
 
@@ -255,11 +255,9 @@ class Stack(nn.Module):
 class Experts(nn.Module):
     """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE).
 
-    A step has static shapes, and a row's bits depend on no choice of other rows. Shapes: N rows, E experts, k of them
-    that a row has, F ffn_dim.
+    A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
+    Shapes: N rows, E experts, k of them that a row has, F ffn_dim.
     """
-
-    FEW_ROWS = 512  # of a sequence: a step has no more, and a prefill's longer chunks go from expert to expert
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -269,14 +267,14 @@ class Experts(nn.Module):
         self.silu = nn.SiLU()
         self.down = Stack(config.num_experts * config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
         rows = x.flatten(0, 1)  # [N, dim]
         shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
         weight, chosen = shares.topk(self.active)  # [N, k]
         if self.weighs_anew:
             weight = weight / weight.sum(-1, keepdim=True)
         stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
-        if x.shape[1] > self.FEW_ROWS:
+        if is_prefill:
             out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)
         elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
             out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
@@ -311,18 +309,18 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, kv, compiled=eager) -> Tensor:
+    def forward(self, x: Tensor, kv, compiled=eager, is_prefill: bool = False) -> Tensor:
         """x [B, M, dim] -> [B, M, dim]. kv: this layer's part of a block of some cache."""
         q, states = compiled(Block.before)(self, x, kv)
-        return compiled(Block.after)(self, x, states + kv.read(q))
+        return compiled(Block.after)(self, x, states + kv.read(q), is_prefill)
 
     def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
         """Up to the attention over the tail."""
         return kv.write(self.attention.project(self.attention_norm(x)))
 
-    def after(self, x: Tensor, states: list) -> Tensor:
+    def after(self, x: Tensor, states: list, is_prefill: bool) -> Tensor:
         x = x + self.attention.output(states, x.dtype)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), is_prefill)
 
 
 class Transformer(nn.Module):
@@ -380,7 +378,7 @@ class Transformer(nn.Module):
                     part = kv.layer(i)
                     part.close(layer.before(x[:, start:stop], part)[0])
                 else:
-                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i))
+                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), is_prefill=True)
                 done += stop * stop - start * start
                 if on_progress is not None:
                     on_progress(done / work)

@@ -27,11 +27,6 @@ from .plan import ONE_ROW, DraftPlan, Padding
 from .tape import Tape
 
 
-def tape_length(capacity: int, settings: Settings) -> int:
-    """Tokens of a tape: a power of two, so that steps compiled for one length of prompts serve others."""
-    return 1 << (capacity + 4 * settings.block_size - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Of the caches that serve a batch."""
@@ -73,7 +68,9 @@ class DecodeBatch:
         self._pack = pack and batch == 1 and resident is None and shared is None and packs(device, dtype)
         self.compiler = compiler
         nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
-        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), sizes.vocab_size, device,
+        # A power of two: steps that were compiled for one length of prompts serve others.
+        tokens = 1 << (self.capacity + 4 * settings.block_size - 1).bit_length()
+        self.tape = Tape.allocate(batch, tokens, sizes.vocab_size, device,
                                   settings.coupled, settings.runners_up, nodes)
         self.params = self.tape.params
         offload = None

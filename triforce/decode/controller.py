@@ -256,17 +256,13 @@ class Controller:
         is_dear = (new > 0) & (drafting + self.UNSURE * new > self.CHEAP * checking)
         times[is_dear & (self._is_long | ~costs.seen.any())] = np.inf  # without any evidence, all that drafts
         times[0] *= self.CERTAIN
-        best, now = int(times.argmin()), self._number[self._chain(self.plan)]
+        best, now = int(times.argmin()), self._number[replace(self.plan, branches=0)]
         if times[best] > self.STAY * times[now]:
             best = now
         self.plan, self.tokens = self.plans[best], float(tokens[best])
         if self._trees:
             self._branch(rates, tokens, times, preparing)
         return self.plan
-
-    def _chain(self, plan: DraftPlan) -> DraftPlan:
-        """The plan without branches."""
-        return replace(plan, branches=0) if plan.branches else plan
 
     def _branch(self, rates: dict[str, float], tokens: np.ndarray, times: np.ndarray, preparing: np.ndarray) -> None:
         """Sets the best tree around the best chain of each length, if it takes less time than the chain that is set.

@@ -26,13 +26,12 @@ from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
 from ..decode.batch import DecodeBatch, Models, Sizes
-from ..errors import UserError
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
 from .memory import VIEW_SIZES, MemoryPlan, total
 from .prompt_cache import SHARED_FROM, Prefix, common_length
-from .prompt_cache_file import PrefixReader
+from .prompt_cache_file import Altered, PrefixReader
 from .prompt_cache_folder import PromptCacheFolder
 
 log = logging.getLogger("triforce")
@@ -196,9 +195,10 @@ class Buffers:
         if len(ids) == 1 and self.kept is None or usable < SHARED_FROM:
             return None
         del state, found  # they are freed before this is planned
-        of_file = 0 if self.kept is None else self.kept.length(ids[0][:usable])
-        self._is_new = of_file == 0
-        return self.compute(ids[0][: of_file or usable], on_prefill)
+        of_file = 0 if self.kept is None else self.kept.find(ids[0][:usable])[0]
+        computed = self.compute(ids[0][: of_file or usable], on_prefill)
+        self._is_new = computed.num_read == 0
+        return computed
 
     def keep(self) -> None:
         """Writes the newest document to the folder of prompts, if it still lives and was not read from there."""
@@ -235,8 +235,8 @@ class Buffers:
                 with self.kept.reader(tokens[:length]) as found:
                     if found is not None:
                         return self.compute(tokens, on_progress, found, every, on_part, length)
-            except UserError as error:
-                log.warning("a kept prompt is not used: %s", error)
+            except Altered as error:
+                log.warning("a kept prompt is not used, and is removed: %s", error)
         # A file may hold more: whole intervals of another engine.
         cache = self.allocate(length if reader is None else max(length, reader.layout.length))
         store = cache.prefix

@@ -505,7 +505,7 @@ class Engine:
             if explain is not None:  # here no traceback holds on to the buffers
                 self.release()
                 raise explain()
-        self.buffers.keep()
+            self.buffers.keep()
 
     def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""

@@ -111,8 +111,7 @@ def _meta_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
 def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
     """Hidden states of the whole prompt, and activations of a chunk."""
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
-    if config.num_experts:  # what goes to an expert and comes back; shares
-        per_chunk_token += 4 * config.dim + 6 * config.num_experts
+    per_chunk_token += (4 * config.dim + 6 * config.num_experts) * (config.num_experts > 0)  # to an expert and back
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
     more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers

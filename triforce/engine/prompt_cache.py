@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..hf.tokenizer import is_messages
 from ..runtime.host import not_pickled
 from . import prompt_cache_file
-from .prompt_cache_file import Layout, PrefixReader
+from .prompt_cache_file import Altered, Layout, PrefixReader
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -166,7 +166,7 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
     """A file, open for reading. Raises UserError if it is of another model or tokenizer, and as `PrefixReader` does."""
     with PrefixReader(path) as reader:
         about, mine = reader.about, engine.identity()
-        altered = UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
+        altered = Altered(f"{path} is altered: it says what no document has; copy it again, or make it anew")
         if not _is_sound(about, len(reader.tokens)):
             raise altered
         for what in ("model", "tokenizer"):

@@ -38,6 +38,10 @@ STRETCH = 2**20  # bytes that are read and summed up while a core's cache has th
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class Altered(UserError):
+    """A file does not hold what was written."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The sizes of a file, and which tensors it has."""
@@ -133,15 +137,11 @@ def _beside(path: str | Path, nbytes: int) -> Iterator[Path]:
     """A file with room for `nbytes` bytes in the same folder, which is removed at the end unless it was renamed. Raises
     UserError for what the system refuses.
 
-    Its writer holds a lock on it, which the system releases when the writer dies: so leftovers are known, and removed.
+    Its writer holds a lock on it, which the system releases when the writer dies: see `remove_leftovers`.
     """
     check_target(path)
     path = Path(os.path.realpath(as_path(path)))  # a link stays one
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
-        with contextlib.suppress(OSError), open(left, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size:  # else it may be about to be locked
-                left.unlink()
+    remove_leftovers(path.parent, glob.escape(path.name))
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise UserError(f"{path} needs {nbytes / 1e9:.3f} GB, and its disk has {free / 1e9:.3f} GB free; free some")
@@ -160,6 +160,15 @@ def _beside(path: str | Path, nbytes: int) -> Iterator[Path]:
             name.unlink()
 
 
+def remove_leftovers(folder: Path, names: str) -> None:
+    """Removes what writers that died have left. names: a pattern of the files' names."""
+    for left in folder.glob(f".{names}.{'[0-9a-f]' * 8}.tmp"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:  # else it may be about to be locked
+                left.unlink()
+
+
 class PrefixReader:
     """A file that is open for reading. It stays the same even if another file takes its name. Opening it checks all but
     keys and values, and reading checks those. Raises UserError if it is absent, unreadable, something else, of another
@@ -173,7 +182,7 @@ class PrefixReader:
         self.path = as_path(path)
         check_source(self.path)
         if not begins_as_one(self.path):
-            raise UserError(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
+            raise Altered(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
         try:
             self._file = safe_open(self.path, framework="pt")
             version, about = (self._file.metadata()[name] for name in ("version", "about"))
@@ -205,7 +214,7 @@ class PrefixReader:
             raise ValueError("or differs from its checksum")
 
     def _altered(self, how: str) -> UserError:
-        return UserError(f"{self.path} is truncated or altered: {how}; copy it again, or make it anew")
+        return Altered(f"{self.path} is truncated or altered: {how}; copy it again, or make it anew")
 
     @torch.inference_mode()  # where tensors of either kind may be written; threads begin outside of it
     def _read(self, name: str, into: Tensor) -> None:

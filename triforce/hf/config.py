@@ -113,7 +113,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
         return None
     if types and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
         return window if "sliding_attention" in types else None
-    full = fields.get("max_window_layers", whole(0, 2**31), 0)
+    full = 0 if architecture == "Qwen3MoeForCausalLM" else fields.get("max_window_layers", whole(0, 2**31), 0)
     return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
 
 

@@ -5,7 +5,7 @@ changed by hand in a few places may go unseen.
 """
 
 import hashlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +62,9 @@ def weights_fingerprint(model: Transformer) -> str:
 
 
 def _combine(config: ModelConfig, samples: list) -> str:
-    text = repr((replace(config, dtype=None), samples)) + ("" if config.float8 is None else repr(config.float8))
+    # Fields that are in no repr count where they say something.
+    more = [getattr(config, one.name) for one in fields(config) if not one.repr]
+    text = repr((replace(config, dtype=None), samples)) + ", ".join(map(repr, filter(None, more)))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
