@@ -109,6 +109,7 @@ def test_threads_that_call_at_once_share_one_engine(monkeypatch):
     assert [(engine, prompt) for engine, prompt, _ in got] == [(loaded[0], f"{i}") for i in range(4)]
 
 
+@pytest.mark.slow
 def test_a_script_for_transformers_gets_its_answers():
     """Ids in and out, greedy tokens those of transformers: a batch that is filled up on the left, ends of its own."""
     theirs = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)

@@ -258,6 +258,7 @@ def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dt
     assert "NOT all is well" in page
 
 
+@pytest.mark.slow
 def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
     monkeypatch.setitem(sys.modules, "transformers", None)

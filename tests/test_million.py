@@ -3,6 +3,7 @@
 No promise of one module. What a GPU's kernels do at that length is not seen here.
 """
 
+import pytest
 import torch
 from conftest import VOCAB
 
@@ -17,6 +18,7 @@ from triforce.tree import TokenTree
 MILLION = 2**20
 
 
+@pytest.mark.slow
 def test_attention_over_a_million_keys():
     """Against float64, with a key that outweighs all others near the end: by a kernel, with a mask, and packed."""
     generator = torch.Generator().manual_seed(0)

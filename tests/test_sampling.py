@@ -4,12 +4,11 @@ compiled or not.
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds, traced
+from conftest import traced
 from reference import reference_filter
 
 from triforce.decode import sampling
 from triforce.decode.sampling import SamplingParams, Uses, probabilities, sample, uniform
-from triforce.decode.top_p import smallest_kept
 from triforce.errors import UserError
 
 
@@ -181,31 +180,3 @@ def test_compiled_steps_draw_the_same_numbers(monkeypatch):
     numbers = uniform(seeds, positions, 2, sampling.ACCEPT)
     monkeypatch.setattr(sampling, "is_compiling", lambda: True)
     assert torch.equal(uniform(seeds, positions, 2, sampling.ACCEPT), numbers)
-
-
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_border_is_inexact_only_where_a_law_only_drafts(rule, monkeypatch):
-    """What is drafted changes with it, and nothing that is emitted."""
-    pair, texts, seen = random_pair(std=0.3), [], []
-
-    def keep_all(probs, top_k, top_p, drafts):
-        if not drafts:
-            return smallest_kept(probs, top_k, top_p)
-        seen.append(probs.shape[1])
-        return torch.zeros_like(probs[..., :1])
-
-    for exact in (True, False):
-        if not exact:
-            monkeypatch.setattr(sampling, "smallest_kept", keep_all)
-        state = make_state(*pair, [random_prompt(100)], rule=rule, gamma=3, gamma_inner=2,
-                           sampling={"temperature": 1.0, "top_p": 0.3, "seed": [4]})
-        if rule == "rejection":
-            laws, own = [], state.tape.probs
-            monkeypatch.setattr(state.tape, "probs", lambda logits, drafts=False, laws=laws, own=own: laws.append(
-                (drafts, logits.shape[1])) or own(logits, drafts))
-        texts.append(run_rounds(state, 20))
-    assert {1, 3} <= set(seen) and len(seen) > 40  # drafts, and the level between
-    if rule == "coupled":
-        assert texts[0] == texts[1]
-    else:
-        assert {drafts for drafts, rows in laws if rows > 3} == {False} and (True, 1) in laws

@@ -186,7 +186,7 @@ def rows_alone(models):
                            for prompt, law in zip(prompts, own, strict=True)]
 
 
-@pytest.mark.parametrize("base", [256, *slow(0)])
+@pytest.mark.parametrize("base", slow(256, 0))
 def test_rows_on_trees_say_what_each_says_alone(models, rows_alone, base):
     prompts, laws, alone = rows_alone
     state = make_state(*models, prompts, sampling=laws, **{**COMMON, **TREE}, base=base)
@@ -229,7 +229,7 @@ def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
         state.rewind(400)
 
 
-@pytest.mark.parametrize("size", [0, 32])
+@pytest.mark.parametrize("size", [0, *slow(32)])
 def test_the_engine_with_auto(models, eager_to_draft, size):
     """Plans follow measured times: the text does not."""
     engine = make_engine(*models, gamma="auto", sampling="coupled", block_size=8, flush_interval=32, budget=256,

@@ -69,16 +69,6 @@ class Linear(nn.Linear):
         return y[:rows].unflatten(0, shape[:-1])
 
 
-class RMSNorm(nn.RMSNorm):
-    """For few rows in float32 in four operations: PyTorch has no fused one for a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.shape[1] > 64:
-            return super().forward(x)
-        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.least)
-        return torch.addcmul(self.zero, x, self.weight, value=x.shape[-1] ** 0.5) / length
-
-
 class SiLU(nn.SiLU):
     """[B, M, F] -> the same, a few whole rows at a time."""
 
@@ -91,13 +81,9 @@ class SiLU(nn.SiLU):
 
 def adapt(model: nn.Module) -> None:
     """The layers of a model that lies on a CPU become those of this module."""
-    own = {nn.Linear: Linear, nn.RMSNorm: RMSNorm, nn.SiLU: SiLU}
+    own = {nn.Linear: Linear, nn.SiLU: SiLU}
     for module in model.modules():
         module.__class__ = own.get(type(module), type(module))
-        if isinstance(module, RMSNorm):
-            dim = module.weight.shape[0]
-            # Plain tensors: buffers would move with the weights.
-            module.zero, module.least = torch.tensor([0.0, (module.eps * dim) ** 0.5], device="cpu").unbind()
 
 
 def pack_weights(model: nn.Module, rows: int) -> None:

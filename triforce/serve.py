@@ -179,8 +179,7 @@ class Documents:
         if length >= enough:
             self.held.append(self.held.pop(best))
             return whole_part(self.held[-1], length), length
-        kept = self.engine.buffers.kept
-        of_file = 0 if kept is None else kept.find(ids)[0]
+        of_file = kept.find(ids)[0] if (kept := self.engine.buffers.kept) is not None else 0
         made = self._making(lambda: self.engine.prefill(ids[: of_file or common]))
         self.held.append(made)
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:

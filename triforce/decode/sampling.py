@@ -93,7 +93,7 @@ class SamplingParams:
                     list(bias.values()), dtype=row.dtype, device=row.device)
 
 
-def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that tokens are drawn from: bias, then temperature, then top-k, top-p and min-p, renormalised.
 
     A token as probable as the least probable one kept is kept too, so ties do not depend on an order. Rows of
@@ -101,7 +101,6 @@ def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) 
 
     Args:
         logits: [B, n, V].
-        drafts: it only drafts, see `top_p.smallest_kept`.
 
     Returns:
         [B, n, V], float32 or wider.
@@ -121,7 +120,7 @@ def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) 
     probs = torch.softmax(logits / temperature, dim=-1)
     thresholds = []
     if uses.top_k or uses.top_p:
-        thresholds.append(smallest_kept(probs, params.top_k if uses.top_k else None, params.top_p, drafts))
+        thresholds.append(smallest_kept(probs, params.top_k if uses.top_k else None, params.top_p))
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:

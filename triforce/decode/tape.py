@@ -47,9 +47,9 @@ class Tape:
         """The entries at index [B, n] of each row of one of its tensors [B, capacity, ...]."""
         return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
 
-    def probs(self, logits: Tensor, drafts: bool = False) -> Tensor:
-        """drafts: see `sampling.probabilities`."""
-        return sampling.probabilities(logits[..., : self.vocab_size], self.params, drafts)
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distributions that tokens are drawn from, of logits [B, n, V or more]: [B, n, V]."""
+        return sampling.probabilities(logits[..., : self.vocab_size], self.params)
 
     def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
@@ -63,7 +63,7 @@ class Tape:
     def rank(self, logits: Tensor, position: Tensor) -> Tensor:
         """With coupled sampling, what a level that drafts draws by logits [B, n, V], and its runners-up:
         [B, n, 1 + k]."""
-        probs, count = self.probs(logits, drafts=True), 1 + self.runners_up.shape[2]
+        probs, count = self.probs(logits), 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:
             # The winner alone would arrive. So the others come long after it, nearly always the likeliest first: noise
             # is between 1e-13 and 18.

@@ -8,27 +8,21 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 FIRST = (128, 4096)  # a CPU ranks this number of the most probable words before it ranks all
-DRAFTED = 1024  # most probable words of a row that a GPU ranks where a distribution only drafts
 UNIT = 2.0**56  # of masses
 STRETCH = 1024  # numbers that a GPU sums up beside others
 
 
-def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, drafts: bool = False) -> Tensor:
+def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """All words that are at least as probable survive.
 
     Args:
         probs: [B, n, V]. top_k: [B], 0: all; None: all of all rows. top_p: [B].
-        drafts: the distribution only drafts. A GPU then looks at the DRAFTED most probable words alone. No other
-            survives, unless all do, and top-p is a share of their mass where top-k asks for more.
 
     Returns:
         [B, n, 1].
     """
     top_k, top_p = None if top_k is None else top_k[:, None, None], top_p[:, None, None].double()
-    if drafts and probs.is_cuda:
-        order = probs.topk(min(DRAFTED, probs.shape[-1])).values
-    else:
-        order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]
+    order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]
     mass = _mass(order)
     upto = running_sum(mass)
     before = upto - mass

@@ -297,7 +297,7 @@ class Verifier(Drafter):
         """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and its own
         distributions."""
         n = tokens.shape[1]
-        own_probs = tape.probs(logits, drafts=self.level != FULL)
+        own_probs = tape.probs(logits)
         sample_u = tape.uniform(position, self.level, SAMPLE)
         accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
         return verify_chain(tokens, draft_probs, num_drafted, own_probs, accept_u, sample_u), own_probs

@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
         if self.noise is None:
             token = tape.note(position, tape.rank(logits, position))  # [B, 1]
         else:
-            own_probs = tape.probs(logits, drafts=True)  # [B, 1, V]
+            own_probs = tape.probs(logits)  # [B, 1, V]
             token = sampling.sample(own_probs, self.noise.gather(1, at))
             if probs is not None:
                 put(probs, at, own_probs)
