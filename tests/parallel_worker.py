@@ -149,12 +149,16 @@ def questions_about_a_document(group) -> None:
     whole = shared.prefill(DOCUMENT, keep=kept, keep_every=64)
     assert 0 < whole.num_read < 150 and len(shared.open(kept)) == len(DOCUMENT)
     assert [out.tokens for out in shared.generate(QUESTIONS, prefix=whole, **SAID)] == expected
-    found = []
-    for more in ({}, {}, {"cache_dir_size": 1}):  # written, read, and read again
-        engine = engine_of(shard(target, group), draft, gamma=2, cache_dir=os.path.join(folder, "files"), **more)
-        out = engine.generate(DOCUMENT * 2, **SAID)
+    found, files = [], Path(folder, "files")
+    for turn in range(4):  # written, read, damaged, read again
+        if turn == 2 and group.rank == 0:  # in numbers of the other rank
+            [file] = files.iterdir()
+            data = file.read_bytes()
+            file.write_bytes(data[:-6000] + bytes(1000) + data[-5000:])
+        group.agree(None)
+        out = engine_of(shard(target, group), draft, gamma=2, cache_dir=files).generate(DOCUMENT * 2, **SAID)
         found.append((out.tokens, out.stats.reused_tokens))
-    assert found[0][1] == 0 and found[1][1] == 576 and found[1] == found[2] and found[0][0] == found[1][0]
+    assert [tokens for tokens, _ in found] == [found[0][0]] * 4 and [reused for _, reused in found] == [0, 576, 0, 576]
     group.agree(None)
     if group.rank == 0:
         shutil.rmtree(folder)

@@ -159,7 +159,7 @@ def together(group: Group | None, work: Callable) -> list:
     """For work that may take or fail on each rank as it will: files, free memory. Every rank calls it.
 
     Returns the results of all ranks, in their order, and waits for them however long they take. If the work fails on
-    one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
+    one rank, all raise: that one its error, the others the same UserError or a RuntimeError with the same text.
     """
     if group is None:
         return [work()]
@@ -168,7 +168,7 @@ def together(group: Group | None, work: Callable) -> list:
     try:
         result = work()
     except Exception as found:
-        error, failure = found, (isinstance(found, UserError), str(found) or type(found).__name__)
+        error, failure = found, (isinstance(found, UserError) and type(found), str(found) or type(found).__name__)
     boxes: list = [None] * dist.get_world_size(waiting)
     dist.all_gather_object(boxes, (result, failure), group=waiting)
     dist.destroy_process_group(waiting)
@@ -176,8 +176,8 @@ def together(group: Group | None, work: Callable) -> list:
         raise error
     for rank, (_, failure) in enumerate(boxes):
         if failure is not None:
-            is_users, text = failure
-            raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
+            kind, text = failure
+            raise kind(text) if kind else RuntimeError(f"rank {rank} failed: {text}")
     return [result for result, _ in boxes]
 
 

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger("triforce")
-NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")  # digests of the model and of the tokens
+HEX = "[0-9a-f]"
 
 
 class PromptCacheFolder:
@@ -100,9 +99,9 @@ class PromptCacheFolder:
     def _files(self, model: str = "") -> list[tuple[Path, os.stat_result]]:
         """Of a model or of all, the newest first."""
         found = []
-        for path in self.path.glob(f"{model}*"):
+        for path in self.path.glob(f"{model or 16 * HEX}-{32 * HEX}.safetensors"):  # a digest of the tokens
             with contextlib.suppress(OSError):  # other processes remove files, too
-                found += [(path, path.stat())] * (NAME.fullmatch(path.name) is not None)
+                found.append((path, path.stat()))
         return sorted(found, key=lambda one: one[1].st_mtime, reverse=True)
 
     def _model(self) -> str:
