@@ -271,8 +271,7 @@ class Experts(nn.Module):
         rows = x.flatten(0, 1)  # [N, dim]
         shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
         weight, chosen = shares.topk(self.active)  # [N, k]
-        if self.weighs_anew:
-            weight = weight / weight.sum(-1, keepdim=True)
+        weight = weight / weight.sum(-1, keepdim=True) if self.weighs_anew else weight
         stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
         if is_prefill:
             out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)

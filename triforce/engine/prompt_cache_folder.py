@@ -18,7 +18,6 @@ from .prompt_cache_file import VERSION, Altered, PrefixReader, remove_leftovers
 if TYPE_CHECKING:
     from .engine import Engine
 
-log = logging.getLogger("triforce")
 HEX = "[0-9a-f]"
 
 
@@ -81,7 +80,7 @@ class PromptCacheFolder:
             read_first(self.engine.target.group, lambda: self._make_room(nbytes))
             prefix.save(self.path / f"{self._model()}-{digest}.safetensors")
         except (UserError, OSError) as error:
-            log.warning("a prompt of %d tokens is not kept: %s", len(prefix), error)
+            logging.getLogger("triforce").warning("a prompt of %d tokens is not kept: %s", len(prefix), error)
 
     def _make_room(self, nbytes: int) -> None:
         remove_leftovers(self.path, "*.safetensors")
