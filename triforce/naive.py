@@ -293,7 +293,7 @@ and the door was open, so they went in and sat down by the fire. After a while a
 hand. He asked them where they came from and what they wanted. They said that they had lost their way in the wood.
 """
 QUESTION = "Remember: ZugPidHok"
-SHOWN, NEW = 3, 16  # rounds that are printed, and tokens that are compared
+SHOWN, NEW = 3, 16  # rounds that are printed, and the fewest tokens that are compared
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from .nodes import Nodes
 from .sampling import SAMPLE, SamplingParams
 
 DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
-# Where a token of the inner level came from: not drafted, drafted, another drafted in its place, a leaf at its side.
+# Where a token of the inner level came from: drawn behind all drafted ones; drafted and kept; drawn in the place of a
+# drafted one that was not kept; a leaf beside it.
 BONUS, ACCEPTED, MISSED, LEAF = 0, 1, 2, 3
 
 
