@@ -106,6 +106,16 @@ def test_a_seeds_text_and_greedy_text(models, how):
         assert texts[0].tokens == texts[1].tokens and texts[0].stats.target_forwards < 40
 
 
+def test_a_prefill_goes_from_expert_to_expert(models, monkeypatch):
+    """However short it is; and no step does, which could not be recorded."""
+    engine, went = make_engine(*models, flush_interval=16, chunk_size=4, budget=64), []
+    monkeypatch.setattr(Experts, "_one_by_one", lambda *a, real=Experts._one_by_one: went.append(len(a[1])) or real(*a))
+    engine.generate(random_prompt(100), 1, temperature=0.0)
+    assert went == [99]  # of the last layer, keys and values are wanted alone
+    engine.generate(random_prompt(100), 20, temperature=0.0)
+    assert went == [99]
+
+
 def test_a_plan_counts_them():
     """What all experts make of 16 rows: gate and up, their product, what comes down, and that weighed."""
     settings, sizes = Settings(gamma=6, block_size=8).resolve(has_model=False), Sizes(2, 1024, 256, 64)
@@ -137,6 +147,13 @@ def test_a_weight_that_is_no_number_is_named(models, part, index):
     engine = make_engine(target, models[1], flush_interval=16, chunk_size=4, budget=64)
     with pytest.raises(UserError, match=r"not finite from layers.0.mlp on, at position \d+ of 600 tokens: weights"):
         engine.generate(random_prompt(600), 8)
+
+
+def test_a_window_is_of_all_layers():
+    """In transformers max_window_layers says nothing here."""
+    fields = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert config_from_hf({**config_json("Qwen3-30B-A3B"), **fields}).max_len == 64
+    assert config_from_hf({**config_json("Qwen3"), **fields}).max_len == 256
 
 
 def test_fp8_is_refused(tmp_path):
