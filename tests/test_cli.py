@@ -128,7 +128,7 @@ def test_eval_without_its_package(capsys, monkeypatch):
     (["--prompt-len", "0"], "--prompt-len: '0' must be a whole number"), (["--num-samples", "0"], "least 1"),
     (["--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
-    (["--prompt", ""], "the prompt is empty"),
+    (["--prompt", ""], "the prompt is empty"), (["--prompt", "a", "--question", " "], "--question holds no question"),
     *((flags, f"cannot read {flags[-2]}") for flags in (
         ["--prompts", "/no"], ["--prompt-file", "/no"], ["--questions", "/no"], ["--chat", "--chat-template", "/no"])),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),

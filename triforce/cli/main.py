@@ -34,8 +34,8 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 
 # What most people need: `--help` has the first sentence of each.
 COMMON = """help help-all json prompt prompt-file prompts prompt-len keep question questions num-samples interactive
-chat system save-prefix prefix max-new-tokens temperature top-p seed stop show-levels checkpoint device max-seq-len
-compile offload draft budget gamma no-speculation compare""".split()
+chat system save-prefix prefix cache-dir max-new-tokens temperature top-p seed stop show-levels checkpoint device
+max-seq-len compile offload draft budget gamma no-speculation compare""".split()
 
 
 class Parser(argparse.ArgumentParser):

@@ -70,7 +70,8 @@ def read_request(args, no_flags: bool = False) -> Request:
         chat["chat_template"] = read_file("--chat-template", args.chat_template)
     if args.prompts is not None:
         return Request(prompts=read_items("--prompts", args.prompts, "prompt"), chat=chat)
-    questions = [] if args.question is None else [{"question": args.question, "name": "--question"}]
+    asked = [args.question] * (args.question is not None)
+    questions = [as_item(json.dumps({"question": one}), "question", "--question") for one in asked]
     if args.questions is not None:
         questions += read_items("--questions", args.questions, "question")
     if args.prefix is not None or asks_alone and args.prompt_len is None:

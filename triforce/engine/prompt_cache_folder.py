@@ -18,8 +18,6 @@ from .prompt_cache_file import VERSION, Altered, PrefixReader, remove_leftovers
 if TYPE_CHECKING:
     from .engine import Engine
 
-HEX = "[0-9a-f]"
-
 
 class PromptCacheFolder:
     """See the module. Several processes may share a folder, of whatever models.
@@ -98,7 +96,8 @@ class PromptCacheFolder:
     def _files(self, model: str = "") -> list[tuple[Path, os.stat_result]]:
         """Of a model or of all, the newest first."""
         found = []
-        for path in self.path.glob(f"{model or 16 * HEX}-{32 * HEX}.safetensors"):  # a digest of the tokens
+        # Digests of the model and of the tokens.
+        for path in self.path.glob(f"{model or 16 * '[0-9a-f]'}-{32 * '[0-9a-f]'}.safetensors"):
             with contextlib.suppress(OSError):  # other processes remove files, too
                 found.append((path, path.stat()))
         return sorted(found, key=lambda one: one[1].st_mtime, reverse=True)
