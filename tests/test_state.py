@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
 from triforce.decode.pilot import RebuildPolicy
 from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
@@ -159,3 +159,18 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         state.rewind(500, padding=PADDED)
         for plan, rows in ((None, 4 if gamma == 3 else 8), (AUTOREGRESSION, 4), (ONE_ROW, 1)):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [rows]
+
+
+@pytest.mark.parametrize("count, temperature, plain", [(1, 1.0, 4), (3, 1.0, 1), (3, 0.0, 4)])
+def test_a_compiled_step_of_several_texts_that_checks_nothing_has_one_row(count, temperature, plain, pair, monkeypatch):
+    """Compiled with the others, before the first text; greedy steps keep the bits of those that check drafts."""
+    monkeypatch.setattr("triforce.runtime.graphs.compiled", lambda function: function)
+    target, states = copy.deepcopy(pair[0]), []
+    engine = make_engine(target, pair[1], gamma=3, block_size=4, budget=64, flush_interval=16, chunk_size=4,
+                         compile=True, max_batch_size=3)
+    prompts = [random_prompt(60, seed=i) for i in range(count)]
+    seen = rows_of_passes(target, lambda: states.append(engine.prepare(
+        prompts, 20, temperature=temperature, top_p=0.9, top_k=None, min_p=None, seed=[0] * count)))
+    assert (1 in seen) == (count > 1)
+    [state] = states
+    assert rows_of_passes(target, lambda: state.round(DraftPlan(padded=state.pilot.padding.plain))) == [plain]

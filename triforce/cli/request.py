@@ -70,8 +70,7 @@ def read_request(args, no_flags: bool = False) -> Request:
         chat["chat_template"] = read_file("--chat-template", args.chat_template)
     if args.prompts is not None:
         return Request(prompts=read_items("--prompts", args.prompts, "prompt"), chat=chat)
-    asked = [args.question] * (args.question is not None)
-    questions = [as_item(json.dumps({"question": one}), "question", "--question") for one in asked]
+    questions = [] if (q := args.question) is None else [as_item(json.dumps({"question": q}), "question", "--question")]
     if args.questions is not None:
         questions += read_items("--questions", args.questions, "question")
     if args.prefix is not None or asks_alone and args.prompt_len is None:

@@ -70,8 +70,8 @@ class DecodeBatch:
         nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
         # A power of two: steps that were compiled for one length of prompts serve others.
         tokens = 1 << (self.capacity + 4 * settings.block_size - 1).bit_length()
-        self.tape = Tape.allocate(batch, tokens, sizes.vocab_size, device,
-                                  settings.coupled, settings.runners_up, nodes)
+        self.tape = Tape.allocate(batch, tokens, sizes.vocab_size, device, settings.coupled, settings.runners_up,
+                                  nodes)
         self.params = self.tape.params
         offload = None
         if resident is not None and resident < config.n_layer:
@@ -270,8 +270,9 @@ class DecodeBatch:
         for row, (length, end) in enumerate(zip(self.lens, self._ends, strict=True)):
             room = self.settings.flush_interval - 1 - (length - self.cache.lens[row])
             self.hierarchy.limit(row, min(length + room, end))  # what is emitted has to fit, and to flush nothing
-        # Of several rows, those that check nothing may be unpadded, see `Engine.prepare`.
-        for plan in [*self.hierarchy.kinds_of_rounds(self.pilot.default), *[ONE_ROW] * (self.batch > 1)]:
+        # Of several rows on one rank, those that check nothing may be unpadded, see `Engine.prepare`.
+        unpadded = [ONE_ROW] * (self.batch > 1 and self.target.group is None)
+        for plan in [*self.hierarchy.kinds_of_rounds(self.pilot.default), *unpadded]:
             for _ in range(2):  # the second round follows one that drafted
                 self.round(plan)
 
