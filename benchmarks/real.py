@@ -267,14 +267,15 @@ def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
             row[f"T{temperature:g}_rates"] = {name: round(rate.mean, 3) for name, rate in controller.rates.items()}
             row["costs_ms"] = {" ".join(map(str, part)): round(controller.costs[part], 2)
                                for part in controller.costs.number}
-    plain = engine.generate(ids, 48, seed=0, speculate=False, one_row=True, ignore_eos=True)
+    for _ in range(2):  # the first records the step
+        plain = engine.generate(ids, 48, seed=0, speculate=False, one_row=True, ignore_eos=True)
     row |= {"autoregression_ms": plain.stats.tbt * 1e3, "peak_memory_gib": runs[-1].stats.peak_memory / 2**30}
     for count in args.whole:
         engine.buffers.state.reset()  # prefills anew
         begun = time.perf_counter()
         run = engine.generate(ids, count, seed=0, **law(args.temperatures[0]))
         row[f"whole_{count}_s"] = time.perf_counter() - begun
-        row[f"ttft_{count}_s"] = run.stats.ttft
+        row[f"ttft_{count}_s"], row[f"compiling_{count}_s"] = run.stats.ttft, run.stats.compiling
     if args.peers:
         args.temperature = args.temperatures[0]
         engine.release()

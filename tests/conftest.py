@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import triforce
+from triforce.cache.blocks import PrefillBlock
 from triforce.config import Placement, Settings, split
 from triforce.cpu import row_unit
 from triforce.decode.batch import DecodeBatch, Models, Sizes
@@ -248,7 +249,8 @@ def computed(monkeypatch):
     seen, prefill = [], Transformer.prefill
 
     def noted(self, tokens, blocks, *args, **how):
-        seen.append((blocks[0][2].start, tokens.numel()))
+        if isinstance(blocks[0][2], PrefillBlock):  # a draft's window has another
+            seen.append((blocks[0][2].start, tokens.numel()))
         return prefill(self, tokens, blocks, *args, **how)
 
     monkeypatch.setattr(Transformer, "prefill", noted)

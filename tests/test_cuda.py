@@ -22,7 +22,7 @@ from triforce.cache.offload import Offload
 from triforce.cache.prefix import STRIDE
 from triforce.cli.request import default_document
 from triforce.decode import gumbel, sampling
-from triforce.decode.plan import AUTOREGRESSION
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.decode.verifier import Outbox
 from triforce.engine import warm_up
 from triforce.errors import UserError
@@ -359,6 +359,32 @@ def test_a_round_has_one_host_sync(random_models, monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(seen) == 60
+
+
+@in_half_precision
+def test_a_draft_that_was_left_out_catches_up_by_a_graph(dtype):
+    """It then drafts what one drafts that has just read all."""
+    engine = engine_for(random_models_in(dtype), levels="draft", gamma=5, max_seq_len=1024)
+    state = prepare(engine, random_prompt(100, vocab_size=VOCAB), VOCAB, temperature=0.8, new=200)
+    outer, drafter, laws = state.hierarchy.outer, state.hierarchy.sources["model"], []
+    for _ in range(4):  # two of them warm the step up
+        for _ in range(7):
+            state.round(AUTOREGRESSION)
+        state.round(DraftPlan(3, "model"))
+    for _ in range(20):
+        state.round(AUTOREGRESSION)
+    replayed = len(drafter._reading.graphs)
+    with torch.inference_mode():
+        for anew in (False, True):
+            if anew:
+                drafter.prefill(0, state.lens[0])
+                drafter.open([1024])
+            else:
+                drafter.catch_up(state.lens)
+            drafter.propose(outer.length, DraftPlan(3, "model"), outer.draft_probs)
+            laws.append(outer.draft_probs[0, 0].float())
+    assert replayed == len(drafter._reading.graphs) == 1
+    torch.testing.assert_close(*laws, atol=2e-3, rtol=0.1)
 
 
 @pytest.mark.parametrize("compile", [None, True], ids=["written", "compiled"])

@@ -27,7 +27,7 @@ class StreamingCache(View):
                  slack: int, device, dtype):
         capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
         super().__init__(config, batch, capacity, device, dtype)
-        self.config, self.rope, self.num_sink, self.window_size = config, rope, num_sink, window_size
+        self.config, self.rope, self.num_sink, self.window_size, self.slack = config, rope, num_sink, window_size, slack
         positions = torch.tensor(range(capacity), device=device)
         if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
             self.angles = (positions.new_empty(capacity, config.head_dim, dtype=torch.float32),) * 2
@@ -41,6 +41,10 @@ class StreamingCache(View):
         return part
 
 
+def _slots(positions: Tensor, num_sink: int, ring: int) -> Tensor:
+    return torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
+
+
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
                         group: int, dtype: torch.dtype):
     """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
@@ -48,7 +52,7 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     capacity = len(angles[0])
     ring = capacity - num_sink
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
-    slots = torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
+    slots = _slots(positions, num_sink, ring)
     # Which position each slot holds once this block is written: the newest one that maps to it.
     slot = torch.arange(capacity, device=start.device)
     newest = positions[:, -1:]
@@ -86,6 +90,37 @@ class StreamingBlock:
         keys = rotate(self.k, self.key_cos, self.key_sin)
         q = attention.fold(rotate(q, self.cos, self.sin), self.n_kv_head)
         return q, [attention.masked(q, keys, self.v, self.bias, no_empty_rows=True)]
+
+    def read(self, q: Tensor) -> list:
+        return []
+
+
+class StreamingPrefill:
+    """`kv` of a draft's prefill: the tokens at positions [B, M], the sink's and the newest, are a text of their own."""
+
+    def __init__(self, cache: StreamingCache, positions: Tensor):
+        self.cache, config = cache, cache.config
+        self.heads, self.group = (config.n_head, config.n_kv_head, config.n_kv_head), config.query_group
+        self.slots = _slots(positions, cache.num_sink, len(cache.angles[0]) - cache.num_sink)
+        self.cos, self.sin = (table[: positions.shape[1]] for table in cache.angles)
+
+    def layer(self, i: int) -> "StreamingPrefill":
+        layer = copy.copy(self)
+        layer.k, layer.v = self.cache.k[i], self.cache.v[i]
+        layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
+        return layer
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
+        q, k, v = heads.split(self.heads, dim=1)
+        put(self.k, self.slots, k.transpose(1, 2), dim=2)
+        put(self.v, self.slots, v.transpose(1, 2), dim=2)
+        k, v = (x.repeat_interleave(self.group, 1) for x in (rotate(k, self.cos, self.sin), v))
+        q = rotate(q, self.cos, self.sin)
+        return q, [attention.causal(q, k, v)]
+
+    def close(self, q: Tensor) -> None:
+        """Nothing is left behind but K and V."""
 
     def read(self, q: Tensor) -> list:
         return []

@@ -269,8 +269,9 @@ def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int
                           chunk_size=settings.chunk_size, recent=settings.recent, compiler=compiler,
                           prefill_chunk_size=settings.prefill_chunk_size, runs_on=runs_on)
     # A model of long context gets better with the window; one of short context, trained for a short one, worse.
-    window = settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096)
+    window = min(settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096), capacity)
+    slack = max(StreamingMemory.STEP_ROWS, 2 * settings.block_size, window // 8)
     cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
-                           window_size=min(window, capacity), slack=max(64, 2 * settings.block_size),
+                           window_size=window, slack=slack,
                            device=draft.device, dtype=draft.dtype)
-    return StreamingMemory(draft, tape.tokens, cache)
+    return StreamingMemory(draft, tape.tokens, cache, settings.prefill_chunk_size)

@@ -113,7 +113,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
     per_chunk_token += (4 * config.dim + 6 * config.num_experts) * (config.num_experts > 0)  # to an expert and back
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
-    chunk = min(settings.prefill_chunk_size, capacity)
+    chunk = min(max(settings.prefill_chunk_size, settings.draft_window or 0), capacity)  # a draft's window is one chunk
     more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
     per_chunk_token += more * config.n_head * config.head_dim
     float8 = []  # what a layer in fp8 holds besides, one at a time

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...cache.blocks import TargetBlock, prefill_blocks
 from ...cache.kv_cache import KVCache
 from ...cache.store import Extent, runs
-from ...cache.streaming import StreamingBlock, StreamingCache
+from ...cache.streaming import StreamingBlock, StreamingCache, StreamingPrefill
 from ...cache.views import RetrievalView
 from ...model import Transformer
 from ...runtime.graphs import Compiler, staged
@@ -23,13 +23,13 @@ from ...tree import TokenTree
 class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
-    PREFILL_ROWS = 64
+    STEP_ROWS = 64  # that one step may take in: so many can be written ahead of what is attended to
     extent = Extent()  # how much of the cache is attended to; a recorded step serves one extent
     goes_on = True  # with a text that has become longer; else each prompt's end chooses anew what is attended to
 
-    def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
+    def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache, prefill_chunk_size: int):
         """tokens: [B, capacity], the tape."""
-        self.model, self.tokens, self.cache = model, tokens, cache
+        self.model, self.tokens, self.cache, self.prefill_chunk_size = model, tokens, cache, prefill_chunk_size
         self.nbytes = cache.nbytes
 
     def open(self, ends: list[int]) -> None:
@@ -37,31 +37,33 @@ class StreamingMemory:
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """rows: by row of the tape, how many tokens are settled, and how many of these are not new. Rows ascend."""
-        chunks = {row: self._chunks(row, length, known) for row, (length, known) in rows.items()}
-        alike = defaultdict(list)  # rows by the sizes of their chunks
-        for row, edges in chunks.items():
-            alike[tuple(stop - start for start, stop in edges)].append(row)
-        for sizes, members in alike.items():
-            for run in runs(members):  # rows side by side
-                cache, tape = self.cache.part(run), self.tokens[run]
-                begins = [[start for start, _ in chunks[row]] for row in range(run.start, run.stop)]
-                starts = staged(begins, tape.device).to(tape.device, non_blocking=True)
-                for size, start in zip(sizes, starts.unbind(1), strict=True):
-                    tokens = tape.gather(1, start[:, None] + torch.arange(size, device=tape.device))
-                    self.model(tokens, StreamingBlock(cache, start, size))
+        alike = defaultdict(list)  # rows of which nothing stays, by how many tokens are read
+        for row, (length, known) in rows.items():
+            if known == 0 or length - known >= self.cache.window_size:
+                alike[min(length, self.cache.num_sink + self.cache.window_size)].append(row)
+                continue
+            part = self.cache.part(slice(row, row + 1))
+            for start in range(known, length, self.cache.slack):
+                tokens = self.tokens[row, None, start : min(start + self.cache.slack, length)]
+                at = torch.full((1,), start, device=tokens.device)
+                self.model(tokens, StreamingBlock(part, at, tokens.shape[1]))
+        alike.pop(0, None)
+        for count, members in alike.items():
+            most = max(self.prefill_chunk_size // count, 1)
+            for run in runs(members):
+                for first in range(run.start, run.stop, most):  # rows side by side
+                    some = slice(first, min(first + most, run.stop))
+                    self._take_in_anew(some, [rows[row][0] for row in range(some.start, some.stop)], count)
 
-    def _chunks(self, row: int, length: int, known: int) -> list[tuple[int, int]]:
-        """[start, stop) of the chunks that take in a row, in order. A row that is taken in as a whole is cleared first,
-        so that drafts depend on this tape alone."""
-        # A window's worth of context per layer reaches as far as attention over the window can look back.
-        reach = max(length - min(self.model.config.n_layer, 4) * self.cache.window_size, 0)
-        anew = known == 0 or known < reach
-        for tensor in self.cache.tensors() if anew else ():
-            tensor[row].zero_()
-        starts = list(range(reach if anew else known, length, self.PREFILL_ROWS))
-        if anew and reach > 0:
-            starts.insert(0, 0)  # the attention sinks
-        return [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
+    def _take_in_anew(self, rows: slice, lengths: list[int], count: int) -> None:
+        """The first and the newest of a row's tokens, `count` in all, as a text of their own."""
+        cache, tape = self.cache.part(rows), self.tokens[rows]
+        for tensor in cache.tensors():  # what a text that was no number has left would hide behind no mask
+            tensor.zero_()
+        place = torch.arange(count, device=tape.device)
+        moved = staged([length - count for length in lengths], tape.device).to(tape.device, non_blocking=True)
+        positions = place + moved[:, None] * (place >= cache.num_sink)  # [B, M]
+        self.model.prefill(tape.gather(1, positions), [(0, count, StreamingPrefill(cache, positions))], cache_only=True)
 
     def flush(self, row: int, length: int) -> bool:
         """The target has just flushed at `length`. Returns whether all tokens before that have been taken in."""
@@ -75,6 +77,8 @@ class StreamingMemory:
 class LongMemory:
     """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
     and the newest ("snapkv"). Methods and attributes are those of `StreamingMemory`."""
+
+    STEP_ROWS = 0  # what a step writes lies in the tail, which has to be flushed between
 
     def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
                  flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,

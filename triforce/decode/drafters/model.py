@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...cache.store import Extent
-from ...model import Transformer
-from ...runtime.graphs import Compiler, put
+from ...model import Transformer, eager
+from ...runtime.graphs import Compiler, put, staged
 from .. import sampling
 from ..plan import DraftPlan
 from ..sampling import SAMPLE
@@ -39,6 +39,7 @@ class ModelDrafter(Drafter):
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
         self.compiler = compiler
         self.step = compiler.step(self._step, num_lengths=2)
+        self._reading = compiler.step(self._read, num_lengths=0)
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
         self._awaited: dict[int, int] = {}  # by row: tokens to take in at `open`
         self._left_out = False  # it was, in the last round
@@ -63,8 +64,13 @@ class ModelDrafter(Drafter):
             self._seen[row] = length
 
     def catch_up(self, lengths: list[int]) -> None:
-        self._take_in({row: length for row, length in enumerate(lengths)
-                       if length > self._seen[row] and (self._left_out or row in self._departed)})
+        behind = max(length - seen for length, seen in zip(lengths, self._seen, strict=True))
+        if self._left_out and not self._departed and self.compiler.recorder and behind <= self.memory.STEP_ROWS:
+            self.head.copy_(staged(lengths, self.head.device), non_blocking=True)
+            self._reading()
+        else:
+            self._take_in({row: length for row, length in enumerate(lengths)
+                           if length > self._seen[row] and (self._left_out or row in self._departed)})
         self._seen, self._left_out = list(lengths), False
         self._departed.clear()
 
@@ -100,6 +106,15 @@ class ModelDrafter(Drafter):
         kv = self.memory.block(self.length, rows, Extent(dense, longest), compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
+
+    def _read(self) -> None:
+        """Takes in the tape before `head`, at most `STEP_ROWS` tokens. It is recorded as it is written: it runs between
+        rounds that take other steps, too seldom for compiling it."""
+        rows = self.memory.STEP_ROWS
+        index = self.length[:, None] + torch.arange(rows, device=self.head.device)
+        tokens = self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))
+        self.model(tokens, self.memory.block(self.length, rows, self.memory.extent, eager))
+        self.length.copy_(self.head)
 
     def _begin(self, rows: int) -> Tensor:
         if self.noise is not None and rows > 1:  # the first of a proposal draws the numbers for all
