@@ -30,7 +30,6 @@ from harness import cap_memory, milliseconds, pyplot, read_rows, read_text, repo
 # Ways to draft: (draft model, level over a view of the target's cache, draft_cache)
 WAYS = {"retrieval": (False, True, "retrieval"), "snapkv": (False, True, "snapkv"),
         "streaming": (False, True, "streaming"), "draft": (True, False, "streaming"),
-        "draft over snapkv": (True, False, "snapkv"), "draft over full": (True, False, "full"),
         "hierarchy": (True, True, "retrieval"), "hierarchy over streaming": (True, True, "streaming")}
 
 MARKERS = "ov^Dsp*h"  # one a way: their lines may lie upon each other

@@ -61,7 +61,7 @@ from triforce.engine.memory import plan_memory
 from triforce.decode.batch import Sizes
 engine = triforce.load("tiny", device="cpu")
 models = engine.target.config, engine.draft.config
-for options in ({}, dict(sampling="coupled", tree_size=512), dict(retrieval=False, draft_cache="full")):
+for options in ({}, dict(sampling="coupled", tree_size=512), dict(retrieval=False)):
     for device in map(torch.device, ("cpu", "cuda")):
         for more in ({}, {"shared": 1024}, {"resident_layers": 1}):
             settings = Settings(**options).resolve(device, offload="resident_layers" in more)

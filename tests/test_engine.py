@@ -293,8 +293,8 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"device": "meta"}, "device 'meta' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
     ({"recent": 1.0}, "recent (1.0) must be a share"),
-    ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, query"),
-    ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
+    ({"draft_cache": "full"}, "draft_cache ('full') must be one of retrieval, query"),
+    ({"draft_cache": "snapkv", "retrieval": False}, "is for a retrieval level, which retrieval=False"),
     ({"sampling": "gumbel"}, "sampling ('gumbel') must be 'rejection' or 'coupled'"),
     ({"leaves": 1}, "need sampling 'coupled', and it is 'rejection'"),
     ({"sampling": "coupled", "leaves_inner": 300}, "rows, and 512 are the most"),
@@ -378,9 +378,7 @@ def test_a_padded_draft_is_no_other_tokenizer(tmp_path):
     assert engine.generate(TEXT, **warm).tokens == plain.generate(TEXT, **warm).tokens
 
 
-@pytest.mark.parametrize("settings", [{}, {"offload": True, "num_resident_layers": 1}, {"retrieval": False},
-                                      {"retrieval": False, "draft_cache": "full"},
-                                      {"retrieval": False, "draft_cache": "snapkv"}])
+@pytest.mark.parametrize("settings", [{}, {"offload": True, "num_resident_layers": 1}, {"retrieval": False}])
 def test_planned_bytes_are_those_allocated(pair, settings):
     from triforce.decode.batch import Sizes
     from triforce.engine import memory
@@ -419,8 +417,7 @@ def test_what_drafts(options, sources, states):
 
 @pytest.mark.parametrize("options", [
     {}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"draft": False, "retrieval": False},
-    *slow({"block_size": 2}, {"retrieval": False, "draft_cache": "snapkv"}, {"block_size": 16},
-          {"retrieval": False, "draft_cache": "full"})])
+    *slow({"block_size": 2}, {"block_size": 16})])
 def test_auto_in_all_its_combinations(pair, options, eager_to_draft):
     """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch; and where
     there is something, it does draft."""

@@ -39,7 +39,7 @@ def planned(capsys, *argv) -> tuple[int, dict]:
 
 @pytest.mark.parametrize("flags,options", [
     (["--offload", "--num-resident-layers", "3"], {"offload": True, "num_resident_layers": 3}), *slow(
-        ([], {}), (["--no-retrieval", "--draft-cache", "full"], {"retrieval": False, "draft_cache": "full"}))])
+        ([], {}), (["--no-retrieval"], {"retrieval": False}))])
 def test_the_plan_is_what_is_allocated(flags, options, capsys):
     status, told = planned(capsys, "--device", "cpu", "--prompt-len", "2500", "--max-new-tokens", "40", *flags)
     assert status == 0 and told["fits"]

@@ -35,7 +35,6 @@ def test_a_text_ends_where_the_model_ends_it(monkeypatch):
 def test_snapkv_wants_its_cache_on_the_device():
     with pytest.raises(UserError, match="'snapkv' chooses from a cache on the device"):
         triforce.load("tiny", device="cpu", offload=True, draft_cache="snapkv")
-    triforce.load("tiny", device="cpu", offload=True, draft_cache="snapkv", retrieval=False)  # the draft's own
 
 
 def test_weights_are_planned_before_they_are_read(monkeypatch):
@@ -76,17 +75,6 @@ def test_settings_are_resolved_by_device():
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
 
 
-def test_what_a_draft_keeps():
-    """Below a retrieval level no more than a window; without one what it is told."""
-    for settings, cache, keeps, has_view in (
-            ({}, "retrieval", "streaming", True), ({"draft_cache": "snapkv"}, "snapkv", "streaming", True),
-            ({"retrieval": False}, "streaming", "streaming", False),
-            ({"retrieval": False, "draft_cache": "full"}, "full", "full", False),
-            ({"retrieval": False, "draft_cache": "snapkv"}, "snapkv", "snapkv", True)):
-        resolved = Settings(**settings).resolve()
-        assert (resolved.draft_cache, resolved.draft_attends_to, resolved.has_view) == (cache, keeps, has_view)
-
-
 def engine_of(pair, **more) -> Engine:
     return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
 
@@ -97,8 +85,7 @@ def engine_of(pair, **more) -> Engine:
 def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
     engine = engine_of(pair, offload=offload)
     assert {length: engine.resolve_budget(length) for length in budgets} == budgets
-    alone = engine_of(pair, retrieval=False, draft_cache="snapkv")  # a draft model has a view for each row
-    assert alone.resolve_budget(10**6, sharing=8) == alone.resolve_budget(10**6) > 0
+    assert engine_of(pair, retrieval=False).resolve_budget(10**6) == 0
     for rows in (2, 8):  # that read one view of what they share
         assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
 

@@ -95,8 +95,6 @@ CASES = [
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
     {"gamma": 3, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming", "sampling": {"top_k": 2}},
-    *slow({"levels": "draft", "gamma": 2, "draft_cache": "full", "sampling": {"top_k": 2}},
-          {"levels": "draft", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}}),
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
 

@@ -11,7 +11,7 @@ from conftest import VOCAB, make_engine, random_prompt, slow
 
 from triforce import UserError
 from triforce.cache.kv_cache import KVCache
-from triforce.decode.drafters.memory import LongMemory
+from triforce.decode.drafters.memory import StreamingMemory
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.engine import buffers, prompt_cache_file
 from triforce.engine.buffers import Buffers
@@ -213,9 +213,10 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
 
 def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     """It reads what it has not read, and all of it again once something was taken back."""
-    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": "full"}))
-    read, take_in = [], LongMemory.take_in
-    monkeypatch.setattr(LongMemory, "take_in", lambda self, rows: (read.append(dict(rows)), take_in(self, rows))[1])
+    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False}))
+    read, take_in = [], StreamingMemory.take_in
+    monkeypatch.setattr(StreamingMemory, "take_in",
+                        lambda self, rows: (read.append(dict(rows)), take_in(self, rows))[1])
     said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=20).tokens
     held = engine.buffers.state.lens[0]
     read.clear()
@@ -227,11 +228,10 @@ def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     assert read[0] == {0: (len(said) + 34, 0)}
 
 
-@pytest.mark.parametrize("draft_cache,longer", [("full", False), ("snapkv", True), ("streaming", False), *slow(
-    ("full", True), ("snapkv", False), ("streaming", True))])
-def test_a_draft_that_was_broken_off_reads_anew(pair, draft_cache, longer, monkeypatch):
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_draft_that_was_broken_off_reads_anew(pair, longer, monkeypatch):
     """What it knew was of another text, or of what was taken back: a seed says what it says to a new engine."""
-    made = SETTINGS | {"retrieval": False, "draft_cache": draft_cache, "draft_window": 32}
+    made = SETTINGS | {"retrieval": False, "draft_window": 32}
     engine, law = make_engine(*pair, **made), {"seed": 3, "temperature": 1.0, "max_new_tokens": 20}
     engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=40)
     prompt = random_prompt(320, seed=9) if longer else DOCUMENT

@@ -80,12 +80,11 @@ STREAMED = {"num_resident_layers": 1, "piece_tokens": 48}
 DRAFTERS = {
     "triforce": {}, "retrieval": {"draft": False}, "draft": {"retrieval": False},
     "snapkv": {"draft_cache": "snapkv"}, "streaming": {"draft_cache": "streaming"},
-    "draft, full": {"retrieval": False, "draft_cache": "full"},
     "ngram": {"draft": False, "ngram": True}, "ngram only": {"draft": False, "retrieval": False, "ngram": True},
     "offloaded": STREAMED,
     "wide": {"block_size": 8, "gamma": 7, "gamma_inner": 3},
 }
-ALIKE = {"draft", "snapkv", "streaming", "draft, full", "ngram only", "hot"}  # laws and drafters that are slow cases
+ALIKE = {"draft", "snapkv", "streaming", "ngram only", "hot"}  # laws and drafters that are slow cases
 CASES = [*(("own", name) for name in DRAFTERS if name not in ALIKE),
          *((law, "triforce") for law in LAWS if law not in ALIKE | {"own"}),
          *slow(*(("own", name) for name in DRAFTERS if name in ALIKE),
@@ -260,7 +259,7 @@ def test_a_leaf_behind_a_limit_is_not_counted(models):
 
 def test_what_a_draft_keeps_of_leaves_is_of_the_text(models):
     """It never drafted them: it takes them in like any other token."""
-    text = {"retrieval": False, "draft_cache": "full", **COMMON, **LEAVES, "flush_interval": 64}
+    text = {"retrieval": False, "draft_window": 2048, **COMMON, **LEAVES, "flush_interval": 64}
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **text)
     for _ in range(3):
         while not state.round() or not state.last_round.rows[0].beside:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
 CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of this number of rows, see cpu.py
-MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
 Check = Callable[[str, object], None]  # (name, value); raises UserError
 
 
@@ -156,9 +155,7 @@ class Settings(Options):
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest tokens "
         "attend to, chosen again and again; query, those that the pending token attends to, chosen in each step and "
-        "layer; snapkv, those that the prompt's end attends to; streaming, the first and "
-        "the newest. Without a retrieval level, which tokens the draft model keeps: streaming (default); snapkv, "
-        "`budget` of them; full. snapkv and full need a draft that was trained on texts of this length")
+        "layer; snapkv, those that the prompt's end attends to; streaming, the first and the newest")
     chunk_size: int = option(8, "tokens that are retrieved together (default 8)", whole(1, 8), type=int)
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
@@ -222,16 +219,6 @@ class Settings(Options):
         """Tokens whose mean key is kept; 0: none is."""
         return self.chunk_size if self.retrieval and VIEWS[self.draft_cache].unit == "chunk" else 0
 
-    @property
-    def draft_attends_to(self) -> str:
-        """What a draft model keeps. Below a retrieval level it is to cost next to nothing."""
-        return self.draft_cache if not self.retrieval and self.draft_cache in MEMORIES else "streaming"
-
-    @property
-    def has_view(self) -> bool:
-        """Whether there is a view of `budget` tokens."""
-        return self.retrieval or self.draft_attends_to == "snapkv"
-
     def resolve(self, device: "torch.device | str" = "cpu", *, has_model: bool = True, offload: bool | str = False,
                 max_batch_size: int = 1, query_group: int = 1, shared: bool = False) -> "Settings":
         """With every field decided. Raises UserError where they do not fit each other.
@@ -244,9 +231,6 @@ class Settings(Options):
         cuda, auto = str(device).startswith("cuda"), self.auto or self.gamma == "auto"
         ngram = self.ngram or self.draft == "ngram"
         drafts = self.retrieval or ngram or has_model or callable(self.draft)
-        if self.draft_cache is not None and not self.retrieval and not has_model and self.draft_cache in MEMORIES:
-            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect without a retrieval level and a draft "
-                            "model; leave out draft_cache, or retrieval=False (--draft-cache, --no-retrieval)")
         grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
         # Beside fewer than 8 drafted and pending tokens, leaves would take more than they bring.
         beside = grows and not self.tree_size and 2 * query_group * 8 <= QUERIES
@@ -292,7 +276,6 @@ class Settings(Options):
         block, interval, size, cache = self.block_size, self.flush_interval, self.tree_size, self.draft_cache
         rows, most = max(self.tree.rows, self.inner_tree.rows), block - 1
         beside = self.leaves or self.leaves_inner
-        kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
         rules = (
             (block > interval,
              f"block_size ({block}) must be between 1 and flush_interval ({interval}); try {min(8, interval)}"),
@@ -313,14 +296,15 @@ class Settings(Options):
             (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
             (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}), so that branches "
              f"have room beside the chain; try a block_size of {max(size // 8, 4)}"),
-            (cache not in kinds,
-             f"draft_cache ({cache!r}) {whose} a retrieval level must be one of {', '.join(kinds)}"),
+            (cache not in VIEWS, f"draft_cache ({cache!r}) must be one of {', '.join(VIEWS)}"),
+            (cache != "streaming" and not self.retrieval, f"draft_cache ({cache!r}) is for a retrieval level, which "
+             "retrieval=False (--no-retrieval) leaves out; drop one of them. A draft model keeps draft_window tokens"),
             (self.retrieval and offload and cache == "snapkv", "draft_cache 'snapkv' chooses from a cache on the "
              "device; use 'retrieval' or 'streaming' with offload"))
         for is_broken, told in rules:
             if is_broken:
                 raise UserError(told)
-        if self.has_view:
+        if self.retrieval:
             budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
             split_view(budget, self.chunk_size, interval, self.recent)
 
@@ -333,7 +317,7 @@ class Settings(Options):
             sharing: rows that read the same view of what they share. One that is chosen for several keeps fewer tokens
                 of each, and takes the memory of one.
         """
-        if not self.has_view:
+        if not self.retrieval:
             return 0
         chunk, smallest = self.chunk_size, self.flush_interval + 2 * self.chunk_size
         whole = math.inf if room is None else max(-(-room // chunk) * chunk, smallest)
@@ -343,7 +327,7 @@ class Settings(Options):
             # Beside a verify that streams from the host, a dearer step that is right more often pays.
             share, most = (16, 8192) if offload else (32, 4096)
             budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
-            budget *= 2 if sharing > 1 and self.retrieval else 1
+            budget *= 2 if sharing > 1 else 1
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)

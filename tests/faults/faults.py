@@ -197,8 +197,6 @@ FAULTS = [
           "drafts depend on the conversation before", skip("zero_"), "cache -k used_window"),
     Fault("draft-window-place", "decode.drafters.memory:StreamingMemory._take_in_anew",
           "a draft takes the newest tokens for those before", op(">=", "<"), "naive -k newest"),
-    Fault("draft-view-flush", "decode.drafters.memory:LongMemory.take_in", "a SnapKV draft loses what was flushed",
-          skip("flush"), "cache -k takes_in"),
     Fault("ngram-earliest", "decode.drafters.ngram:NgramDrafter._look_up", "of several matches the oldest is copied",
           op("+", "-", 2), "ngram -k loop"),
     Fault("ngram-itself", "decode.drafters.ngram:NgramDrafter._look_up", "the newest tokens match themselves",

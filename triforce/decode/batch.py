@@ -84,8 +84,7 @@ class DecodeBatch:
                              flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
                              offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
                              dtype=dtype, runs_on=runs_on)
-        sources = make_sources(models, self.tape, settings, capacity=self.capacity, budget=budget, compiler=compiler,
-                               runs_on=runs_on)
+        sources = make_sources(models, self.tape, settings, capacity=self.capacity, compiler=compiler)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=models.drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
@@ -365,7 +364,7 @@ class DecodeBatch:
         return [brought.tokens for brought in result.rows]
 
     def _flush(self, row: int) -> None:
-        self.hierarchy.flush(row, self.lens[row])
+        self.hierarchy.flush(row)
         self.num_flushes += 1
         limit = self.cache.lens[row] + self.settings.flush_interval
         if limit <= self.capacity:

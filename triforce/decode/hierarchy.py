@@ -22,7 +22,7 @@ from ..model import Transformer
 from ..runtime.graphs import Compiler
 from ..tree import TokenTree
 from .drafters.base import Drafter
-from .drafters.memory import LongMemory, StreamingMemory
+from .drafters.memory import StreamingMemory
 from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.ranks import SharedDrafter
@@ -212,13 +212,11 @@ class Hierarchy:
         for source in self.sources.values():
             source.open(ends)
 
-    def flush(self, row: int, length: int) -> None:
-        """A row of `length` tokens has filled a flush interval, which moves from the tail to the prefix."""
+    def flush(self, row: int) -> None:
+        """A row has filled a flush interval, which moves from the tail to the prefix."""
         self.cache.flush(row)
         if self.view is not None:
             self.view.flush(row)
-        for source in self.sources.values():
-            source.flush(row, length)
 
     def limit(self, row: int, length: int) -> None:
         """Rounds emit nothing for a row beyond `length` tokens."""
@@ -239,13 +237,13 @@ class Hierarchy:
         return rates
 
 
-def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
-                 runs_on) -> dict[str, Drafter]:
+def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: int,
+                 compiler: Compiler) -> dict[str, Drafter]:
     """The drafters at the bottom, by name."""
     sources: dict[str, Drafter] = {}
     drafter, draft = None, models.draft
     if draft is not None:
-        memory = _memory(draft, tape, settings, capacity=capacity, budget=budget, compiler=compiler, runs_on=runs_on)
+        memory = _memory(draft, tape, settings, capacity)
         drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
     if models.draft_ranks is not None:
         drafter = SharedDrafter(drafter, tape, models.target.group, models.draft_ranks[0])
@@ -260,14 +258,8 @@ def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: in
     return sources
 
 
-def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
-            runs_on) -> StreamingMemory | LongMemory:
+def _memory(draft: Transformer, tape: Tape, settings: Settings, capacity: int) -> StreamingMemory:
     """What a draft model attends to."""
-    if settings.draft_attends_to != "streaming":
-        return LongMemory(draft, tape.tokens, kind=settings.draft_attends_to, capacity=capacity, budget=budget,
-                          block_size=settings.block_size, flush_interval=settings.flush_interval,
-                          chunk_size=settings.chunk_size, recent=settings.recent, compiler=compiler,
-                          prefill_chunk_size=settings.prefill_chunk_size, runs_on=runs_on)
     # A model of long context gets better with the window; one of short context, trained for a short one, worse.
     window = min(settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096), capacity)
     slack = max(StreamingMemory.STEP_ROWS, 2 * settings.block_size, window // 8)

@@ -98,7 +98,6 @@ class Engine:
         self.buffers = Buffers(models, settings or Settings(), placement, vocab_size, self.compute_stream.cuda,
                                partial(Prefix, self), kept)
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
-        self.warming = None  # the thread that warms up kernels, see warm_up.py
         self._serving: Session | None = None  # whom the state belongs to
         self._folder, self._identity = folder, None
         belongs_here()
@@ -377,14 +376,7 @@ class Engine:
     def working(self):
         """Within, this thread alone computes on this engine."""
         with self.holding_still(), self.threads.working():
-            self._end_warm_up()
             yield
-
-    def _end_warm_up(self) -> None:
-        """On a GPU a prefill takes several times as long beside another thread that needs Python's lock."""
-        if self.warming is not None:
-            self.warming.join()
-            self.warming = None
 
     @contextlib.contextmanager
     def holding_still(self):
@@ -544,7 +536,6 @@ class Engine:
                 prefix: Prefix | None = None, **sampling) -> DecodeBatch:
         """A DecodeBatch with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
         plan: what all rounds follow, None: chosen round by round; sampling: the fields of `Sampling`."""
-        self._end_warm_up()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.

@@ -17,7 +17,7 @@ from ..model import ModelConfig
 from ..parallel import Group, shard_config, share, subgroup, together
 from ..runtime.host import check_process, own_settings
 from ..runtime.streams import ComputeStream
-from . import memory, warm_up
+from . import memory
 from .engine import Engine
 
 
@@ -56,7 +56,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
     together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
-    warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
     if place.compile:  # its import takes seconds, and reading weights hardly needs Python
         threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
@@ -74,7 +73,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place, folder=folder,
                         compute_stream=stream)
     engine.eos_ids, engine.defaults = ckpt.eos_token_ids(folder), ckpt.generation_defaults(folder)
-    engine.warming = warming
     return engine
 
 

@@ -66,13 +66,13 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
              ("--tree-size", "block_size")),
         Part("logits and probabilities", _probs_bytes(target, settings, batch, 1 if draft is None else 2, device),
              ("--batch-size",)),
-        Part("choice of the view", _choice_bytes(target, draft, settings, batch, own, base, dtype),
+        Part("choice of the view", _choice_bytes(target, settings, batch, own, base, dtype),
              ("--draft-cache",) if settings.draft_cache == "snapkv" else ("--chunk-size", "block_size")),
         Part("experts of a step", _experts_bytes(target, settings.tree.rows * batch, dtype),
              ("block_size", "--batch-size")),
         Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
         Part("draft cache", sum(source.nbytes for source in state.hierarchy.sources.values()) if draft else 0,
-             () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",))]
+             ("draft_window",))]
     if (offload := prefix.offload) is not None:  # a prompt is prefilled at a time
         parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
                        ("--max-seq-len",)),
@@ -139,27 +139,23 @@ def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: in
     return batch * config.vocab_size * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
-def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
-                  dtype: torch.dtype) -> int:
+def _choice_bytes(target: ModelConfig, settings: Settings, batch: int, own: int, base: int, dtype: torch.dtype) -> int:
     """Scores by the newest queries: of all chunks, as products and twice in float32; or of all tokens, with their
     softmax and the part of it that counts; a layer at a time. The queries of all rows score what the rows share. For
     one of several rows, what is scored is copied, too."""
     of_tokens = settings.draft_cache == "snapkv"
-    chooser = target if settings.retrieval or not of_tokens else draft
-    if chooser is None or not (settings.scored_chunk_size or of_tokens):
+    if not settings.retrieval or not (settings.scored_chunk_size or of_tokens):
         return 0
-    if chooser is draft:
-        base, own = 0, own + base
 
     def of(tokens: int, queries: int, copied: bool) -> int:
         scored = tokens if of_tokens else tokens // settings.chunk_size
-        scores = chooser.n_head * queries * scored
-        keys = chooser.n_kv_head * chooser.head_dim * scored * dtype.itemsize if copied else 0
+        scores = target.n_head * queries * scored
+        keys = target.n_kv_head * target.head_dim * scored * dtype.itemsize if copied else 0
         if of_tokens:
             return 12 * scores + keys
         return scores * (dtype.itemsize + 8) + keys
 
-    follows = settings.retrieval and VIEWS[settings.draft_cache].follows
+    follows = VIEWS[settings.draft_cache].follows
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
                of(own, max(settings.block_size, batch if follows else 0), batch > 1))
 

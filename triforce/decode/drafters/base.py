@@ -3,7 +3,7 @@
 By the rule of rejection, whether position i is drafted may depend on tokens before i and on the distribution at i,
 never on token i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
 
-Only `prefill`, `open`, `rewind`, `catch_up` and `flush` may wait for the device: the host calls them between rounds.
+Only `prefill`, `open`, `rewind` and `catch_up` may wait for the device: the host calls them between rounds.
 `propose` and `commit` are parts of a step, which a GPU records.
 
 Shapes: B batch, M rows of the level that checks, V vocabulary.
@@ -19,7 +19,7 @@ class Drafter:
     """Proposes tokens to a level that checks them. Only `propose` must be written; the rest does nothing.
 
     Calls come in this order: `prefill` for each row, `open`; then before each round either `catch_up` or `leave_out`;
-    in the round `propose`, once for each round of the level that checks, and `commit`; `depart` and `flush` between
+    in the round `propose`, once for each round of the level that checks, and `commit`; `depart` between
     rounds; `rewind` instead of a prefill.
     """
 
@@ -74,6 +74,3 @@ class Drafter:
     def depart(self, row: int) -> None:
         """The text of a row left the tokens that were drafted in the last round for those of a branch. The tokens up to
         the last `commit` hold. Those between that and the next `catch_up` are still to be taken in."""
-
-    def flush(self, row: int, length: int) -> None:
-        """The target has just flushed a row at `length`."""

@@ -7,7 +7,6 @@ Shapes: B batch, V vocabulary.
 import torch
 from torch import Tensor
 
-from ...cache.store import Extent
 from ...model import Transformer, eager
 from ...runtime.graphs import Compiler, put, staged
 from .. import sampling
@@ -15,7 +14,7 @@ from ..plan import DraftPlan
 from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
 from .base import Drafter
-from .memory import LongMemory, StreamingMemory
+from .memory import StreamingMemory
 
 
 class ModelDrafter(Drafter):
@@ -30,7 +29,7 @@ class ModelDrafter(Drafter):
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
 
-    def __init__(self, model: Transformer, memory: StreamingMemory | LongMemory, tape: Tape, *, max_drafted: int,
+    def __init__(self, model: Transformer, memory: StreamingMemory, tape: Tape, *, max_drafted: int,
                  compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
         self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
@@ -38,7 +37,7 @@ class ModelDrafter(Drafter):
         self.num_drafted = tape.buffer()
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
         self.compiler = compiler
-        self.step = compiler.step(self._step, num_lengths=2)
+        self.step = compiler.step(self._step, num_lengths=0)
         self._reading = compiler.step(self._read, num_lengths=0)
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
         self._awaited: dict[int, int] = {}  # by row: tokens to take in at `open`
@@ -46,14 +45,13 @@ class ModelDrafter(Drafter):
         self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        if fresh or not self.memory.goes_on:
+        if fresh:
             self._seen[row] = 0  # here, since an interrupt may come before `open`
         self._awaited[row] = length
 
     def open(self, ends: list[int]) -> None:
         self._take_in(self._awaited)
         self._awaited = {}
-        self.memory.open(ends)
 
     def _take_in(self, lengths: dict[int, int]) -> None:
         """Takes in the first tokens of these rows. lengths: their numbers."""
@@ -80,16 +78,12 @@ class ModelDrafter(Drafter):
     def depart(self, row: int) -> None:
         self._departed.add(row)
 
-    def flush(self, row: int, length: int) -> None:
-        if not self._left_out and self.memory.flush(row, length):
-            self.length[row].fill_(length)
-
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         self.head.copy_(start)
         self.num_drafted.fill_(plan.gamma)
         for i in range(plan.gamma):
-            self.step(*self.memory.extent, self._rows(i), probs)
+            self.step(self._rows(i), probs)
         return self.num_drafted
 
     def _rows(self, i: int) -> int:
@@ -99,11 +93,11 @@ class ModelDrafter(Drafter):
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, dense: int, longest: int, rows: int, probs: Tensor | None) -> None:
+    def _step(self, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        kv = self.memory.block(self.length, rows, Extent(dense, longest), compiled)
+        kv = self.memory.block(self.length, rows, compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
@@ -113,7 +107,7 @@ class ModelDrafter(Drafter):
         rows = self.memory.STEP_ROWS
         index = self.length[:, None] + torch.arange(rows, device=self.head.device)
         tokens = self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))
-        self.model(tokens, self.memory.block(self.length, rows, self.memory.extent, eager))
+        self.model(tokens, self.memory.block(self.length, rows, eager))
         self.length.copy_(self.head)
 
     def _begin(self, rows: int) -> Tensor:

@@ -27,7 +27,7 @@ class SharedDrafter(Drafter):
         # What is settled is the business of this rank's own drafter, and of nobody where there is none.
         self.prefill, self.open, self.rewind = own.prefill, own.open, own.rewind
         self.catch_up, self.leave_out, self.commit = own.catch_up, own.leave_out, own.commit
-        self.depart, self.flush = own.depart, own.flush
+        self.depart = own.depart
 
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         if self.runs_here:
