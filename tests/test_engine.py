@@ -337,15 +337,6 @@ def test_a_draft_with_another_tokenizer_is_refused(tmp_path):
         triforce.load("tiny", draft=draft, device="cpu")
 
 
-def test_a_sliding_window_is_a_limit(tmp_path):
-    folder = copy_of_tiny(tmp_path / "window", architectures=["MistralForCausalLM"], model_type="mistral",
-                          sliding_window=256)
-    engine = triforce.load(folder, device="cpu")
-    assert len(engine.generate(TEXT[:400], 16, ignore_eos=True).tokens) == 16
-    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding_window \(256\)"):
-        engine.generate(TEXT, 16)
-
-
 def test_max_seq_len_decides_between_the_factors_of_longrope(tmp_path):
     """For a target and a draft; and keys that were saved of one kind are not opened as the other."""
     fields = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 256}

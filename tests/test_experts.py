@@ -152,8 +152,8 @@ def test_a_weight_that_is_no_number_is_named(models, part, index):
 def test_a_window_is_of_all_layers():
     """In transformers max_window_layers says nothing here."""
     fields = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
-    assert config_from_hf({**config_json("Qwen3-30B-A3B"), **fields}).max_len == 64
-    assert config_from_hf({**config_json("Qwen3"), **fields}).max_len == 256
+    assert config_from_hf({**config_json("Qwen3-30B-A3B"), **fields}).sliding_layers == (0, 1)
+    assert config_from_hf({**config_json("Qwen3"), **fields}).sliding_layers == ()
 
 
 def test_fp8_is_refused(tmp_path):

@@ -31,19 +31,20 @@ def test_a_stretched_window_is_the_one_after_stretching():
 
 def test_whose_window_slides():
     window = {"sliding_window": 128, "max_position_embeddings": 256}
-    for family, more, most in (("Mistral", {}, 128), ("Mistral", {"sliding_window": None}, 256),
-                               ("Mistral", {"sliding_window": 512}, 256), ("Qwen2", {}, 256),
-                               ("Qwen2", {"use_sliding_window": False}, 256),
-                               ("Qwen2", {"use_sliding_window": True}, 128),
-                               ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}, 128),
-                               ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, 256),
-                               ("Qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 256),
-                               ("Ministral", {"layer_types": ["full_attention", "sliding_attention"]}, 128),
-                               ("Ministral", {"layer_types": ["full_attention"] * 2}, 256),
-                               ("Mistral", {"layer_types": ["full_attention"] * 2}, 128)):  # it does not look at them
+    for family, more, layers in (("Mistral", {}, (0, 1)), ("Mistral", {"sliding_window": None}, ()),
+                                 ("Qwen2", {}, ()), ("Qwen2", {"use_sliding_window": False}, ()),
+                                 ("Qwen2", {"use_sliding_window": True}, (0, 1)),
+                                 ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}, (1,)),
+                                 ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ()),
+                                 ("Qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, ()),
+                                 ("SmolLM3", {"use_sliding_window": True, "no_rope_layers": [0, 1]}, (0,)),
+                                 ("Ministral", {"layer_types": ["full_attention", "sliding_attention"]}, (1,)),
+                                 ("Ministral", {"layer_types": ["full_attention"] * 2}, ()),
+                                 ("Mistral", {"layer_types": ["full_attention"] * 2}, (0, 1))):  # which is not read
         architecture = {"architectures": [f"{family}ForCausalLM"]}
         config = config_from_hf({**HF, **window, **more, **architecture})
-        assert config.max_len == most and config.limit_name == ("sliding_window" if most == 128 else "positions")
+        assert config.sliding_layers == layers and config.sliding_window == (128 if layers else None)
+        assert config.max_len == 256
 
 
 def test_a_key_without_a_value_says_nothing():

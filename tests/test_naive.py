@@ -90,8 +90,10 @@ def test_the_library_says_what_the_naive_method_says(models, seen, levels, sampl
     assert_same(models, seen, levels, sampling, seed)
 
 
-def test_layers_without_rotation_say_what_the_naive_method_says():
-    assert_same(make_pair(nope_layers=(0,)), "newest", "hierarchy", "drawn", 0)
+@pytest.mark.parametrize("more", [{"nope_layers": (0,)}, {"sliding_layers": (0,), "sliding_window": 48}], ids=str)
+def test_layers_of_several_kinds_say_what_the_naive_method_says(more):
+    """Without rotation, or with a window."""
+    assert_same(make_pair(**more), "newest", "hierarchy", "drawn", 0)
 
 
 @torch.inference_mode()

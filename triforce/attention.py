@@ -85,6 +85,21 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
     return _kernel(q)(q, k, v, True)
 
 
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> State:
+    """Causal attention of the newest rows within a window: q [B, H, M, D], k, v [B, K, S, D]. Row i is that of key
+    S - M + i, and sees the newest `window` keys up to it."""
+    count, ahead, parts = q.shape[2], k.shape[2] - q.shape[2], []
+    for start in range(0, count, MANY):
+        rows = torch.arange(ahead + start, ahead + min(start + MANY, count), device=q.device)[:, None]
+        near = slice(max(ahead + start - window + 1, 0), ahead + min(start + MANY, count))
+        key = torch.arange(near.start, near.stop, device=q.device)
+        bias = fold_mask(((key <= rows) & (key > rows - window))[None], q.shape[1] // k.shape[1], q.dtype)
+        here = q[:, :, start : start + MANY]
+        out, lse = masked(fold(here, k.shape[1]), k[:, :, near], v[:, :, near], bias, no_empty_rows=True, long=True)
+        parts.append((out.reshape(here.shape), lse.reshape(here.shape[:3])))
+    return tuple(torch.cat(part, 2) for part in zip(*parts, strict=True))
+
+
 def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     """`dense` of many rows over many keys, as states over parts of the keys: in powers of two, for cuDNN's kernel is
     planned anew for each number of them, which takes 75 ms (on an H200)."""

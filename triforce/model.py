@@ -53,7 +53,7 @@ class ModelConfig:
     rotary_factor: float = 1.0  # share of a head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # in the checkpoint, the two that a pair turns stand side by side
     max_position_embeddings: int = 2048
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # newest keys, with the token's own, that `sliding_layers` see
     unchunked_window: int | None = None  # beyond it the model has dual chunk attention, which is not built
     qk_norm: bool = False  # of each head of queries and keys, before they are rotated
     qkv_bias: bool = False
@@ -69,19 +69,19 @@ class ModelConfig:
     num_experts: int = field(default=0, repr=False)  # of ffn_dim each; 0: one MLP
     active_experts: int = field(default=0, repr=False)  # of a token
     weighs_anew: bool = field(default=False, repr=False)  # the weights of a token's experts add up to 1
+    sliding_layers: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def max_len(self) -> int:
         """The most positions that the model can attend over: its trained ones, or those before another way to attend,
         which is not built, would set in."""
-        return min(window for window in (self.max_position_embeddings, self.sliding_window, self.unchunked_window)
-                   if window)
+        return min(self.max_position_embeddings, self.unchunked_window or self.max_position_embeddings)
 
     @property
     def limit_name(self) -> str:
         """What `max_len` ends at."""
         names = {self.unchunked_window: "window before dual_chunk_attention_config, which is not supported",
-                 self.sliding_window: "sliding_window", self.max_position_embeddings: "positions"}
+                 self.max_position_embeddings: "positions"}
         return names[self.max_len]
 
     def within(self, max_seq_len: int | None) -> "ModelConfig":

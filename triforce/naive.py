@@ -69,7 +69,9 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
         cos, sin = model.rope.of_layer(i, *angles)
         q, k = (y * cos + y.roll(config.head_dim // 2, -1) * sin for y in (q, k))
         seen = position <= position[:, None]  # [S, S]: the queries down, the keys across
-        if view is not None:
+        if i in config.sliding_layers:
+            seen = seen & (position > position[:, None] - config.sliding_window)
+        elif view is not None:
             in_view = F.pad(view[i], (0, len(tokens) - view[i].shape[1]), value=True)  # [K, S]
             exact = position < settled
             seen = seen & (exact[:, None] | in_view[:, None, :]).repeat_interleave(group, 0)  # [H, S, S]

@@ -18,7 +18,7 @@ from ..attention import rotate
 from ..cpu import MANY_ROWS, MIN_ROWS
 from ..model import ModelConfig, RotaryEmbedding, eager
 from ..runtime.graphs import put
-from .kv_cache import KVCache
+from .kv_cache import KVCache, aligned
 from .offload import Passage
 from .prefix import GROWTH
 from .store import Extent, View
@@ -32,25 +32,45 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
-    rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
+    positions = start[:, None] + layout.depths  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
     # As projected heads lie in memory, [B, M, H + 2K, D].
     cos, sin = (torch.cat([table[:, :, None].expand(-1, -1, turned, -1),
                            torch.full_like(table, value)[:, :, None].expand(-1, -1, still, -1)], 2).transpose(1, 2)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
     slots, group = first[:, None] + layout.slots, config.query_group
-    slot = torch.arange(tail_slots, device=start.device)
-    seen = slot < (first[:, None] + layout.before)[..., None]  # [B, M, T]
-    path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]
-    if path is not None and not layout.apart:
-        seen = seen | (path[..., None] == slot).any(2)
+    seen, path = _seen_of_tail(first, layout, tail_slots)
     bias = attention.fold_mask(seen, group, dtype)
     if room:
-        bias = torch.cat([_view_bias(view_len, 0, room, rows, group, dtype), bias], -1)
+        bias = torch.cat([_view_bias(view_len, 0, room, tree.rows, group, dtype), bias], -1)
     if not layout.apart:
         return cos, sin, slots + room, bias, None, None
     own = torch.where(path >= 0, 0.0, float("-inf"))[:, None, None]
     return cos, sin, slots + room, bias, path.clamp(min=0) + room, own
+
+
+def _seen_of_tail(first: Tensor, layout, tail_slots: int) -> tuple[Tensor, Tensor | None]:
+    """Which slots each row sees, [B, M, T], and the slots of its path, [B, M, P], if that is not said by `before`."""
+    slot = torch.arange(tail_slots, device=first.device)
+    seen = slot < (first[:, None] + layout.before)[..., None]
+    path = None if layout.path is None else first[:, None, None] + layout.path
+    if path is not None and not layout.apart:
+        seen = seen | (path[..., None] == slot).any(2)
+    return seen, path
+
+
+def _window_geometry(start: Tensor, prefix_len: Tensor, base: int, held: int, tail_slots: int, tree,
+                     config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """What layers with a window share: the places of the newest `held` keys of each row's own prefix [B, held], and
+    biases [B, 1, G * M, n] over the tail, over those keys, and over the newest of what all rows share."""
+    layout, device = tree.layout(start.device), start.device
+    oldest = (start[:, None] + layout.depths - config.sliding_window)[..., None]  # [B, M, 1]: no longer seen
+    seen, _ = _seen_of_tail(start - prefix_len, layout, tail_slots)
+    tail = seen & (prefix_len[:, None, None] + torch.arange(tail_slots, device=device) > oldest)
+    place = (prefix_len - base - held)[:, None] + torch.arange(held, device=device)
+    own = (place >= 0)[:, None] & ((place + base)[:, None] > oldest)
+    common = torch.arange(max(base - config.sliding_window, 0), base, device=device) > oldest
+    return place.clamp(min=0), [attention.fold_mask(x, config.query_group, dtype) for x in (tail, own, common)]
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -79,6 +99,10 @@ class TargetBlock:
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = None
+        if cache.config.sliding_layers:
+            held = min(aligned(cache.config.sliding_window), cache.capacity - cache.prefix.base)
+            self.places, self.window_biases = compiled(_window_geometry)(
+                start, cache.prefix.len, cache.prefix.base, held, tail.slots, tree, cache.config, tail.whole.dtype)
         if view.length_on_device:
             self.is_empty = (view.own_len == 0)[:, None, None] if extent.longest > extent.dense else None
         elif extent.longest > extent.dense:
@@ -89,8 +113,10 @@ class TargetBlock:
         layer, tail = copy.copy(self), self.cache.tail
         layer.i, (layer.cos, layer.sin) = i, self.cache.rope.of_layer(i, self.cos, self.sin)
         # Where `write` writes, and what it attends over: [2, B, K, T, D], or with the view before it.
-        layer.written = (tail.storage if self.view.joined else tail.kv)[i]
+        layer.written = layer.near = (tail.storage if self.view.joined else tail.kv)[i]
         layer.queries = self.cache.queries[i] if self.keep_queries else None
+        if i in self.cache.config.sliding_layers:  # it reads the prefix's newest keys, whatever the view
+            layer.near, layer.bias, layer.alone, layer.waits = tail.kv[i], self.window_biases[0], False, False
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
@@ -111,8 +137,8 @@ class TargetBlock:
     def _near(self, q: Tensor) -> attention.State:
         """The state over the tail, and over the view where that lies right before it."""
         if self.path is not None:
-            return attention.masked(q, *self.written, self.bias)
-        return attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)
+            return attention.masked(q, *self.near, self.bias)
+        return attention.masked(q, *self.near, self.bias, no_empty_rows=True, alone=self.alone)
 
     def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
@@ -126,6 +152,8 @@ class TargetBlock:
         """States over the shared part, the view's dense part and its ragged part, where they exist. The ragged part
         comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
+        if i in self.cache.config.sliding_layers:
+            return self._in_window(q)
         for one in (view.shared, view):
             if one is not None and one.follows:
                 one.follow(i, q)
@@ -141,6 +169,17 @@ class TargetBlock:
             states.append(view.packed[i].dense(q))
             start = view.packed[i].length
         return states + self._attend(q, start, k[:, :, start:longest], v[:, :, start:longest])
+
+    def _in_window(self, q: Tensor) -> list:
+        """States over those keys of the prefix that a window may hold, shared ones and own ones."""
+        prefix, (_, own, common), states = self.cache.prefix, self.window_biases, []
+        if prefix.base:
+            newest = slice(prefix.base - common.shape[3], prefix.base)
+            k, v = (x[self.i][:, :, newest].expand(len(q), -1, -1, -1) for x in (prefix.shared.k, prefix.shared.v))
+            states.append(attention.masked(q, k, v, common, long=True))
+        place = self.places[:, None, :, None].expand(-1, self.n_kv_head, -1, q.shape[3])
+        k, v = (x[self.i].gather(2, place) for x in (prefix.k, prefix.v))
+        return [*states, attention.masked(q, k, v, own, long=True)]
 
     def _attend(self, q: Tensor, start: int, k: Tensor, v: Tensor) -> list:
         """States over K and V [B, K, n, D] of positions from `start` on: over those that all rows see, and over the
@@ -196,7 +235,7 @@ class PrefillBlock:
         layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
         if layer.offload is not None and self.is_first:
             layer.offload.open_work(i, self.rows.start, self.start)
-        kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
+        layer.kv = kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
         start, stop = self.start - prefix.base, self.stop - prefix.base
         layer.before = [x[:, :, :start] for x in kv]
         layer.k, layer.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
@@ -226,6 +265,8 @@ class PrefillBlock:
         """The causal square of the chunk, and all that comes before it, unmasked."""
         self.close(q)
         group, prefix, rows = self.cache.group, self.cache.prefix, q.shape[2]
+        if self.i in self.cache.config.sliding_layers:
+            return [self._in_window(q)]
         own = attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
         q, before = attention.fold(q, self.n_kv_head), []
         if prefix.shared is not None:
@@ -235,6 +276,17 @@ class PrefillBlock:
             once = rows & (rows - 1)
             before += [attention.dense(q, *self.before)] if once else attention.by_powers(q, *self.before)
         return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
+
+
+    def _in_window(self, q: Tensor) -> attention.State:
+        """A layer with a window sees the newest keys, those of a shared prefix among them."""
+        prefix, window = self.cache.prefix, self.cache.config.sliding_window
+        first = max(self.start - window + 1, 0)
+        keys = [x[:, :, max(first - prefix.base, 0) : self.stop - prefix.base] for x in self.kv]
+        if first < prefix.base:
+            common = (x[self.i][:, :, first : prefix.base] for x in (prefix.shared.k, prefix.shared.v))
+            keys = [torch.cat([x.expand(len(q), -1, -1, -1), own], 2) for x, own in zip(common, keys, strict=True)]
+        return attention.windowed(q, *keys, window)
 
 
 def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int, *,

@@ -46,9 +46,10 @@ def _slots(positions: Tensor, num_sink: int, ring: int) -> Tensor:
 
 
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
-                        group: int, dtype: torch.dtype):
-    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
-    [B, 1, G * M, capacity] of a dtype. angles: those of every rank, [capacity, D] each."""
+                        sliding_window: int, group: int, dtype: torch.dtype):
+    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], and
+    two biases [B, 1, G * M, capacity] of a dtype, the second one of layers with a window of their own. angles: those of
+    every rank, [capacity, D] each."""
     capacity = len(angles[0])
     ring = capacity - num_sink
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
@@ -62,8 +63,9 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
-    bias = attention.fold_mask((held <= positions) & recent, group, dtype)
-    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, bias
+    seen = (held <= positions) & recent
+    biases = [attention.fold_mask(x, group, dtype) for x in (seen, seen & (held > positions - sliding_window))]
+    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, biases
 
 
 class StreamingBlock:
@@ -72,12 +74,14 @@ class StreamingBlock:
     def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
         self.cache, self.compiled, config = cache, compiled, cache.config
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
-            cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group, cache.k[0].dtype)
+        self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.biases = compiled(_streaming_geometry)(
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.sliding_window or 0,
+            config.query_group, cache.k[0].dtype)
 
     def layer(self, i: int) -> "StreamingBlock":
         layer = copy.copy(self)
         layer.k, layer.v = self.cache.k[i], self.cache.v[i]
+        layer.bias = self.biases[i in self.cache.config.sliding_layers]
         layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
         layer.key_cos, layer.key_sin = self.cache.rope.of_layer(i, self.key_cos, self.key_sin)
         return layer
@@ -100,7 +104,7 @@ class StreamingPrefill:
 
     def __init__(self, cache: StreamingCache, positions: Tensor):
         self.cache, config = cache, cache.config
-        self.heads, self.group = (config.n_head, config.n_kv_head, config.n_kv_head), config.query_group
+        self.heads, self.config = (config.n_head, config.n_kv_head, config.n_kv_head), config
         self.slots = _slots(positions, cache.num_sink, len(cache.angles[0]) - cache.num_sink)
         self.cos, self.sin = (table[: positions.shape[1]] for table in cache.angles)
 
@@ -108,6 +112,7 @@ class StreamingPrefill:
         layer = copy.copy(self)
         layer.k, layer.v = self.cache.k[i], self.cache.v[i]
         layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
+        layer.window = self.config.sliding_window if i in self.config.sliding_layers else None
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
@@ -115,9 +120,10 @@ class StreamingPrefill:
         q, k, v = heads.split(self.heads, dim=1)
         put(self.k, self.slots, k.transpose(1, 2), dim=2)
         put(self.v, self.slots, v.transpose(1, 2), dim=2)
-        k, v = (x.repeat_interleave(self.group, 1) for x in (rotate(k, self.cos, self.sin), v))
-        q = rotate(q, self.cos, self.sin)
-        return q, [attention.causal(q, k, v)]
+        q, k = (rotate(x, self.cos, self.sin) for x in (q, k))
+        if self.window is not None:
+            return q, [attention.windowed(q, k, v, self.window)]
+        return q, [attention.causal(q, *(x.repeat_interleave(self.config.query_group, 1) for x in (k, v)))]
 
     def close(self, q: Tensor) -> None:
         """Nothing is left behind but K and V."""

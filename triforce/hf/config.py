@@ -54,7 +54,6 @@ def config_from_hf(hf: dict) -> ModelConfig:
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
         rotary_interleaved=glm,
         max_position_embeddings=positions,
-        sliding_window=_window(fields, architecture),
         unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
@@ -62,6 +61,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         mlp_bias=fields.get("mlp_bias", FLAG, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
         architecture=architecture,
+        **_windows(fields, architecture),
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
@@ -102,19 +102,25 @@ def _architecture(fields: Fields) -> str:
     return architecture
 
 
-def _window(fields: Fields, architecture: str) -> int | None:
-    """The sliding window, where any layer has one."""
+def _windows(fields: Fields, architecture: str) -> dict:
+    """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
+    count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
-    qwen = architecture.startswith("Qwen")
-    if (qwen or architecture == "SmolLM3ForCausalLM") and not fields.get("use_sliding_window", FLAG, False):
-        return None
-    if types and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
-        return window if "sliding_attention" in types else None
-    full = 0 if architecture == "Qwen3MoeForCausalLM" else fields.get("max_window_layers", whole(0, 2**31), 0)
-    return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
+    smol = architecture == "SmolLM3ForCausalLM"
+    if window is None or (qwen or smol) and not fields.get("use_sliding_window", FLAG, False):
+        return {}
+    layers = range(count)
+    if types and (qwen or smol or architecture == "MinistralForCausalLM"):  # others give all layers one window
+        fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
+        layers = [i for i in layers if types[i] == "sliding_attention"]
+    elif smol:
+        layers = _nope_layers(fields)
+    elif qwen and architecture != "Qwen3MoeForCausalLM":
+        layers = range(fields.get("max_window_layers", whole(0, 2**31), 0), count)
+    return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
 
 
 def _experts(fields: Fields) -> dict:
