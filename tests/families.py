@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
@@ -89,6 +90,19 @@ FAMILIES = {
     "Qwen3-MoE, tied": {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 16, "num_experts": 5,
                         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False,
                         "mlp_only_layers": [], "tie_word_embeddings": True},
+    "Gemma 3": {"model_type": "gemma3_text", "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 24,
+                "query_pre_attn_scalar": 20, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 40, "hidden_act": None,
+                "sliding_window_pattern": 3, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+                "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
+    "Gemma 3 270M": {"model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 40,
+                     "query_pre_attn_scalar": 32, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+                     "hidden_act": None, "layer_types": ["sliding_attention", "full_attention"],
+                     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "OLMo 3": {"model_type": "olmo3", "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 40,
+               "rope_theta": 500000, "rms_norm_eps": 1e-6, "attention_bias": False, "rope_scaling": {
+                   "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32,
+                   "beta_slow": 1, "attention_factor": 1.2079441541679836}},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }

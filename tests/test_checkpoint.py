@@ -105,10 +105,10 @@ def test_angles_of_published_shapes(fields):
     cos, sin = rotary(torch.zeros(1), positions)  # [1, 5, rotary_dim], both halves alike
     pairs = cos.shape[-1] // 2
     half = ours.config.head_dim // 2
-    found = [x[:, half : half + pairs] for x in ours(positions[0])]
+    found = [x[0, :, half : half + pairs] for x in ours(positions[0])]
     assert torch.equal(found[0], cos[0, :, :pairs]) and torch.equal(found[1], sin[0, :, :pairs])
     for x, still in zip(ours(positions[0]), (1.0, 0.0), strict=True):
-        assert (x[:, half + pairs :] == still).all()
+        assert (x[0, :, half + pairs :] == still).all()
 
 
 @pytest.mark.parametrize("shards, kind", [(3, "safetensors"), (1, "bin"), (3, "bin")])  # one safetensors: above

@@ -74,6 +74,8 @@ def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
     return engine.prepare([ids], new, temperature=temperature, top_p=0.9, top_k=None, min_p=None, seed=[1])
 
 
+WINDOWS = {"sliding_layers": (0, 2), "sliding_window": 1000, "sliding_theta": 1e3, "qk_norm": True, "post_norm": True,
+           "shifted_norms": True, "activation": "gelu", "embedding_scale": 16.0}
 # levels, budget, gamma, gamma_inner, and what else differs
 VARIANTS = [("triforce", 512, 6, 2, {}), ("triforce", 1024, 7, 1, {}), ("retrieval", 512, 3, 2, {}),
             ("draft", 512, 5, 2, {}), ("triforce", 512, 6, 2, {"fp8": True}),
@@ -88,7 +90,7 @@ MORE = [("triforce", 512, 6, 2, {"draft_cache": "query"}), ("retrieval", 512, 4,
 
 
 @in_half_precision
-@pytest.mark.parametrize("which", ["random", "tiny", "experts"])
+@pytest.mark.parametrize("which", ["random", "tiny", "experts", "windows"])
 def test_greedy_bits(which, dtype, eager_to_draft):
     """512 tokens at 16K: tokens and logits hashes, every hierarchy against no drafter and against speculate=False; of
     steps as they are, and of compiled ones."""
@@ -97,7 +99,10 @@ def test_greedy_bits(which, dtype, eager_to_draft):
         ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS + MORE, None
     elif which == "experts":  # steps of few rows copy weights; those that are promised bits read all
         models, vocab_size = random_models_in(dtype, num_experts=64, active_experts=4, weighs_anew=True), VOCAB
-        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS[:3], None
+        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), [*VARIANTS[:2], VARIANTS[-1]], None
+    elif which == "windows":  # as of Gemma 3
+        models, vocab_size = random_models_in(dtype, **WINDOWS), VOCAB
+        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), [*VARIANTS[:2], VARIANTS[-1], MORE[0]], None
     else:
         models, ids, vocab_size = tiny_models(dtype)
         variants, compile = COMPILED, True
@@ -187,14 +192,15 @@ def test_a_seed_says_the_same_on_trees(which, how, dtype):
 
 @in_half_precision
 @pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3},
-                                 {"compile": True}, {"offload": True, "num_resident_layers": 2, "compile": True}],
-                         ids=["resident", "offloaded", "auto", "compiled", "offloaded and compiled"])
+                                 {"compile": True}, {"offload": True, "num_resident_layers": 2, "compile": True},
+                                 {"compile": True, "model": WINDOWS}],
+                         ids=["resident", "offloaded", "auto", "compiled", "offloaded and compiled", "windows"])
 def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     """Five questions about one document: the same tokens and logits with and without speculation, over many flushes,
     and the document's keys and values stay what they were."""
-    document = random_prompt(CONTEXT, vocab_size=VOCAB)
-    engine = engine_for(random_models_in(dtype), keep_logits=True, rebuild_interval=64, flush_interval=128,
-                        **{"block_size": 8, **how})
+    document, how = random_prompt(CONTEXT, vocab_size=VOCAB), dict(how)
+    engine = engine_for(random_models_in(dtype, **how.pop("model", {})), keep_logits=True, rebuild_interval=64,
+                        flush_interval=128, **{"block_size": 8, **how})
     engine.buffers.vocab_size = VOCAB
     book = engine.prefill(document)
     ids = [book.ids(random_prompt(20 + 60 * i, seed=i, vocab_size=VOCAB)) for i in range(5)]

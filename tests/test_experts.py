@@ -12,8 +12,9 @@ from triforce.config import Settings
 from triforce.decode.batch import Sizes
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.engine.memory import plan_memory
+from triforce.experts import Experts
 from triforce.hf.config import config_from_hf
-from triforce.model import Experts, ModelConfig, Transformer
+from triforce.model import ModelConfig, Transformer
 
 CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 24, max_position_embeddings=8192, qk_norm=True, num_experts=16,
                      active_experts=2, weighs_anew=True, architecture="Qwen3MoeForCausalLM")

@@ -10,7 +10,8 @@ import triforce
 ROOT = Path(triforce.__file__).parent
 # From the top to the bottom. `triforce/__init__.py` has the public names, and the version, which all may read.
 LAYERS = [{"__init__", "__main__", "api", "evaluation", "serve"}, {"cli"}, {"engine"}, {"decode", "naive"}, {"cache"},
-          {"model", "attention", "fp8", "cpu", "parallel", "hf"}, {"runtime"}, {"config", "tree", "errors", "render"}]
+          {"model", "attention", "experts", "fp8", "cpu", "parallel", "hf"}, {"runtime"},
+          {"config", "tree", "errors", "render"}]
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 

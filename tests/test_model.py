@@ -9,12 +9,11 @@ from conftest import make_engine
 from torch import nn
 from torch.nn import functional as F
 
-from triforce.attention import _in_three_kernels, rotate
 from triforce.cache.blocks import prefill_blocks
 from triforce.cpu import adapt
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
-from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer, inverse_frequencies
+from triforce.model import ModelConfig, RopeScaling, Transformer, inverse_frequencies
 
 HF = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112,
       "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -216,16 +215,3 @@ def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
                           shares.append)
         assert shares == sorted(set(shares)) and shares[0] > 0 and shares[-1] == pytest.approx(1)
         assert shares[0] == pytest.approx(min(size, length) ** 2 / length**2 / 2)  # a later token takes longer
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_heads_are_turned_in_three_kernels(dtype):
-    """As a GPU turns them: the same but for rounding, and nothing beside the place that is given."""
-    cos, sin = RotaryEmbedding(ModelConfig(32, 64, 1, 1, 1, 64, 64))(torch.arange(5_000, 5_030))
-    x = torch.randn(2, 30, 6, 64).to(dtype).transpose(1, 2)[:, 1:5]
-    cache = torch.full((2, 4, 50, 64), 7.0, dtype=dtype)
-    place = cache[:, :, 15:45]
-    assert _in_three_kernels(x, cos, sin, place) is place and (cache == 7).sum() == 2 * 4 * 20 * 64
-    exact = rotate(x.double(), cos.double(), sin.double())
-    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-12 if dtype == torch.float64 else 1e-6}
-    torch.testing.assert_close(place.double(), exact, **near)

@@ -36,7 +36,6 @@ HALF = TILE // 2  # of which it computes less: of many KV heads that counts
 MANY = 512  # rows, in whole tiles: cuDNN takes most of a second to plan for a number that fills no tiles
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
-FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
@@ -71,13 +70,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
         return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
         return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
-    kernel = _kernel(q)
-    if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
-        count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
-        if count < len(q):
-            states = [kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)]
-            return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-    return kernel(q, k, v, False)
+    return _kernel(q)(q, k, v, False)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
@@ -281,31 +274,10 @@ def merge(a: State, b: State) -> State:
 def join(states: list[State]) -> Tensor:
     """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. One
     may be of parts."""
-    if len(states) > 1 and states[0][0].is_cuda and not is_compiling() and states[0][0].shape[2] <= FEW_ROWS:
-        return _join_at_once(states)
     state, *others = [merge_parts(*state) for state in states]
     for other in others:
         state = merge(state, other)
     return state[0]
-
-
-def _join_at_once(states: list[State]) -> Tensor:
-    """`join` by weights for all states: faster than one merge after the other. First the parts are added up, or the
-    first state is taken, then the others in their order: bits do not depend on a last one that weighs nothing."""
-    # By KV head and then by row of the batch, as parts lie in memory: [K, B, R, n].
-    lses = [lse.transpose(0, 1)[..., None] if lse.ndim == 3 else lse.permute(2, 1, 3, 0) for _, lse in states]
-    of_each = torch.cat(lses, -1).softmax(-1).transpose(0, 1).split([lse.shape[-1] for lse in lses], -1)
-    outs = [out for out, _ in states]
-    (out, share), *others = sorted(zip(outs, of_each, strict=True), key=lambda one: -one[0].ndim)  # parts first
-    if out.ndim == 4:
-        whole = out * share
-    else:  # products of [K * B * R, 1, P] and [K * B * R, P, D]
-        parts = out.to(share.dtype).transpose(1, 2)  # [P, K, B, R, D]
-        whole = share.transpose(0, 1).flatten(0, 2)[:, None] @ parts.flatten(1, 3).transpose(0, 1)
-        whole = whole.view(parts.shape[1:]).transpose(0, 1)
-    for out, share in others:
-        whole = torch.addcmul(whole, out, share)
-    return whole
 
 
 def _evenly(function, *args: Tensor) -> Tensor:
@@ -416,20 +388,10 @@ def heads_side_by_side(out: Tensor, n_head: int, dtype: torch.dtype) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. out: where to; None: a new
     tensor."""
-    if x.is_cuda and not is_compiling():
-        return _in_three_kernels(x, cos, sin, x.new_empty(x.shape) if out is None else out)
     y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
     return y if out is None else out.copy_(y)
 
 
-def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """`rotate` with less than half of its traffic: 0.37 ms instead of 0.79 for 8,192 rows of 32 heads on an H100."""
-    own, (first, second) = x * cos, x.chunk(2, -1)
-    assert own.shape == out.shape, (own.shape, out.shape)
-    parts = zip(own.chunk(2, -1), (second, first), sin.chunk(2, -1), out.chunk(2, -1), strict=True)
-    for mine, other, share, place in parts:
-        torch.addcmul(mine, other, share, out=place)
-    return out
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 

@@ -69,19 +69,27 @@ class Linear(nn.Linear):
         return y[:rows].unflatten(0, shape[:-1])
 
 
-class SiLU(nn.SiLU):
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """[B, M, F] -> the same, a few whole rows at a time."""
+    rows = max(SHARE // x.shape[-1], 1)
+    if x.shape[0] * x.shape[1] <= rows:
+        return function(x)
+    return torch.cat([function(part) for part in x.flatten(0, 1).split(rows)]).view(x.shape)
 
+
+class SiLU(nn.SiLU):
     def forward(self, x: Tensor) -> Tensor:
-        rows = max(SHARE // x.shape[-1], 1)
-        if x.shape[0] * x.shape[1] <= rows:
-            return F.silu(x)
-        return torch.cat([F.silu(part) for part in x.flatten(0, 1).split(rows)]).view(x.shape)
+        return by_rows(F.silu, x)
+
+
+class GELU(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return by_rows(partial(F.gelu, approximate=self.approximate), x)
 
 
 def adapt(model: nn.Module) -> None:
     """The layers of a model that lies on a CPU become those of this module."""
-    own = {nn.Linear: Linear, nn.SiLU: SiLU}
+    own = {nn.Linear: Linear, nn.SiLU: SiLU, nn.GELU: GELU}
     for module in model.modules():
         module.__class__ = own.get(type(module), type(module))
 

@@ -191,8 +191,9 @@ def fp8_copy(target: nn.Module) -> nn.Module:
         copy = type(target)(target.config)
     copy.rope, copy.embedding, copy.norm, copy.output = target.rope, target.embedding, target.norm, target.output
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
-        mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
-        mine.attention.q_norm, mine.attention.k_norm = theirs.attention.q_norm, theirs.attention.k_norm
+        for name, module in theirs.named_modules():
+            if isinstance(module, nn.RMSNorm):
+                mine.set_submodule(name, module)
         for name in LAYERS:
             mine.set_submodule(name, ScaledLinear.of(theirs.get_submodule(name)))
     copy.group = target.group

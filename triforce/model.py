@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import attention, cpu, fp8
+from .experts import Experts
 from .fp8 import FP8, Float8
 
 
@@ -70,6 +71,14 @@ class ModelConfig:
     active_experts: int = field(default=0, repr=False)  # of a token
     weighs_anew: bool = field(default=False, repr=False)  # the weights of a token's experts add up to 1
     sliding_layers: tuple[int, ...] = field(default=(), repr=False)
+    sliding_theta: float | None = field(default=None, repr=False)  # base of these layers, unscaled. None: as the others
+    qk_norm_whole: bool = field(default=False, repr=False)  # over all heads together
+    pre_norm: bool = field(default=True, repr=False)  # of what goes into attention and MLP
+    post_norm: bool = field(default=False, repr=False)  # of what comes out of them
+    shifted_norms: bool = field(default=False, repr=False)  # their weights are those of the checkpoint, and 1
+    query_scale: float = field(default=1.0, repr=False)  # of the weights of q_norm
+    activation: str = field(default="silu", repr=False)  # or "gelu", by its tanh
+    embedding_scale: float = field(default=1.0, repr=False)
 
     @property
     def max_len(self) -> int:
@@ -124,7 +133,8 @@ class ModelConfig:
     def num_parameters(self) -> int:
         rows = self.head_dim * (self.n_head + 2 * self.n_kv_head)  # of the fused projection
         attention = self.dim * (rows + self.head_dim * self.n_head)
-        norms = 2 * self.dim + 2 * self.head_dim * self.qk_norm
+        heads = self.n_head + self.n_kv_head if self.qk_norm_whole else 2
+        norms = 2 * self.dim * (self.pre_norm + self.post_norm) + heads * self.head_dim * self.qk_norm
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         mlp = 3 * self.dim * self.ffn_dim * max(self.num_experts, 1) + self.dim * self.num_experts
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
@@ -169,32 +179,47 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles by position, in float32 whatever the model's dtype: bf16 cannot tell position 124,928 from 124,929."""
+    """Angles by position, in float32 whatever the model's dtype: bf16 cannot tell position 124,928 from 124,929.
+
+    Layers may be of up to three kinds: rotated as the config says; by a base of their own; not at all.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.register_buffer("frequencies", _both_halves(config), persistent=False)
+        self.register_buffer("frequencies", _of_kinds(config), persistent=False)  # [kinds, D]
 
     def _apply(self, fn, recurse=True):
         # Follows the model to its device, but never to its dtype, and survives a model built on the meta device.
         device = fn(torch.empty(0)).device
-        self.frequencies = _both_halves(self.config).to(device)
+        self.frequencies = _of_kinds(self.config).to(device)
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [...] (any integer or float dtype) -> cos, sin [..., D], float32, sign of the sine folded in."""
-        angles = positions[..., None].float() * self.frequencies  # [..., D]
-        cos, sin, scale = angles.cos(), angles.sin(), self.config.rope_scaling.attention_factor
-        if scale == 1.0:
+        """positions [...] (any integer or float dtype) -> cos, sin [kinds, ..., D], float32, sign of the sine folded
+        in."""
+        frequencies = self.frequencies.view(-1, *[1] * positions.ndim, self.config.head_dim)
+        angles = positions[..., None].float() * frequencies
+        cos, sin, factor = angles.cos(), angles.sin(), self.config.rope_scaling.attention_factor
+        if factor == 1.0:
             return cos, sin
-        if self.config.rotary_factor < 1:  # what is not rotated is not scaled
-            scale = torch.where(self.frequencies == 0, 1.0, scale)
+        scale = torch.where(frequencies == 0, 1.0, factor)  # what is not rotated is not scaled
+        scale = torch.cat([scale[:1], torch.ones_like(scale[1:])])
         return cos * scale, sin * scale
 
-    def of_layer(self, i: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What turns the queries and keys of layer i: angles of 0 where it has no rotation."""
-        return (torch.ones_like(cos), torch.zeros_like(sin)) if i in self.config.nope_layers else (cos, sin)
+    def of_layer(self, i: int, cos, sin) -> tuple[Tensor, Tensor]:
+        """What turns the queries and keys of layer i, out of what there is for each kind."""
+        config = self.config
+        kind = config.sliding_theta is not None and i in config.sliding_layers
+        kind = -1 if i in config.nope_layers else int(kind)
+        return cos[kind], sin[kind]
+
+
+def _of_kinds(config: ModelConfig) -> Tensor:
+    kinds = [_both_halves(config)]
+    if config.sliding_theta is not None:
+        kinds.append(_both_halves(replace(config, rope_theta=config.sliding_theta, rope_scaling=RopeScaling())))
+    return torch.stack([*kinds, *[torch.zeros_like(kinds[0])] * bool(config.nope_layers)])
 
 
 def _both_halves(config: ModelConfig) -> Tensor:
@@ -210,21 +235,42 @@ def eager(function):
     return function
 
 
+class ShiftedNorm(nn.RMSNorm):
+    """Its weight is what a checkpoint has, and 1, in float32; then times a scale."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (1.0 + self.weight.float()) * self.scale
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def make_norm(config: ModelConfig, dim: int, wanted: bool = True) -> nn.Module:
+    """Identity where none is wanted."""
+    norm = ShiftedNorm if config.shifted_norms else nn.RMSNorm
+    return norm(dim, config.norm_eps) if wanted else nn.Identity()
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = nn.Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
         self.out = nn.Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        whole = config.qk_norm_whole
+        self.q_norm = make_norm(config, config.head_dim * (config.n_head if whole else 1), config.qk_norm)
+        self.k_norm = make_norm(config, config.head_dim * (config.n_kv_head if whole else 1), config.qk_norm)
+        self.q_norm.scale, self.normed = config.query_scale, config.qk_norm
 
     def project(self, x: Tensor) -> Tensor:
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # [B, M, H + 2K, D]
-        if self.q_norm is not None:
+        if self.normed:
             q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], 2)
-            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
+            size = self.q_norm.normalized_shape[0], self.k_norm.normalized_shape[0]  # of a head, or of all together
+            q, k = (norm(x.reshape(*x.shape[:2], -1, n)).view_as(x)
+                    for norm, x, n in zip((self.q_norm, self.k_norm), (q, k), size, strict=True))
+            heads = torch.cat([q, k, v], 2)
         return heads.transpose(1, 2)
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
@@ -236,66 +282,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
-        self.silu = nn.SiLU()
+        self.activate = nn.SiLU() if config.activation == "silu" else nn.GELU(approximate="tanh")
         self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
 
     def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # [B, M, F] each
-        return self.down(self.silu(gate) * up)
-
-
-class Stack(nn.Module):
-    """Matrices of all experts, one below the other: [experts * rows, columns]."""
-
-    def __init__(self, rows: int, columns: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, columns))
-
-
-class Experts(nn.Module):
-    """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE).
-
-    A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
-    Shapes: N rows, E experts, k of them that a row has, F ffn_dim.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
-        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
-        self.gate_up = Stack(config.num_experts * 2 * config.ffn_dim, config.dim)
-        self.silu = nn.SiLU()
-        self.down = Stack(config.num_experts * config.dim, config.ffn_dim)
-
-    def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
-        rows = x.flatten(0, 1)  # [N, dim]
-        shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
-        weight, chosen = shares.topk(self.active)  # [N, k]
-        weight = weight / weight.sum(-1, keepdim=True) if self.weighs_anew else weight
-        stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
-        if is_prefill:
-            out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)
-        elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
-            out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
-            out = (out * weight[..., None]).sum(1)
-        else:
-            weighed = torch.full_like(shares, -1.0).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
-            # What was not chosen may have overflowed. A weight may be no number, which has to be seen.
-            out = torch.where(weighed == -1, 0.0, self._mlp(rows, *stacks) * weighed).sum(0)
-        return out.to(x.dtype).view(x.shape)
-
-    def _mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """x [..., n, dim], weights [..., 2F, dim] and [..., dim, F] -> [..., n, dim]."""
-        gate, up = (x @ gate_up.transpose(-1, -2)).chunk(2, -1)
-        return (self.silu(gate) * up) @ down.transpose(-1, -2)
-
-    def _one_by_one(self, rows: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Each expert computes its own rows. The host learns how many they are."""
-        out, order = torch.zeros_like(rows), chosen.flatten().argsort(stable=True)
-        for expert, places in enumerate(order.split(chosen.flatten().bincount(minlength=self.count).tolist())):
-            y = self._mlp(rows[None, places // self.active], gate_up[expert], down[expert])[0]
-            out.index_add_(0, places // self.active, y * weight.flatten()[places, None])
-        return out
+        return self.down(self.activate(gate) * up)
 
 
 class Block(nn.Module):
@@ -305,8 +297,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config)
         self.mlp = Experts(config) if config.num_experts else MLP(config)
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm, self.mlp_norm = (make_norm(config, config.dim, config.pre_norm) for _ in range(2))
+        self.attention_out_norm, self.mlp_out_norm = (make_norm(config, config.dim, config.post_norm) for _ in range(2))
 
     def forward(self, x: Tensor, kv, compiled=eager, is_prefill: bool = False) -> Tensor:
         """x [B, M, dim] -> [B, M, dim]. kv: this layer's part of a block of some cache."""
@@ -318,8 +310,8 @@ class Block(nn.Module):
         return kv.write(self.attention.project(self.attention_norm(x)))
 
     def after(self, x: Tensor, states: list, is_prefill: bool) -> Tensor:
-        x = x + self.attention.output(states, x.dtype)
-        return x + self.mlp(self.mlp_norm(x), is_prefill)
+        x = x + self.attention_out_norm(self.attention.output(states, x.dtype))
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), is_prefill))
 
 
 class Transformer(nn.Module):
@@ -339,16 +331,20 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_rows, config.dim,
                                       _weight=torch.empty(config.vocab_rows, config.dim))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = make_norm(config, config.dim)
         self.output = nn.Linear(config.dim, config.vocab_rows, bias=False)
         if config.tie_word_embeddings:
             self.output.weight = self.embedding.weight
         if config.float8 is not None:
             fp8.put_in(self)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        x, scale = self.embedding(tokens), self.config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()  # rounded as the weights are
+
     def forward(self, tokens: Tensor, kv) -> Tensor:
         """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
-        x = self.embedding(tokens)
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, kv.layer(i), kv.compiled)
         return self.norm(x)
@@ -368,7 +364,7 @@ class Transformer(nn.Module):
         Returns:
             hidden states [B, S, dim], normalised; None with `cache_only`.
         """
-        x = self.embedding(tokens)
+        x = self.embed(tokens)
         work = sum(stop * stop - start * start for start, stop, _ in blocks) * len(self.layers)
         done = 0
         for i, layer in enumerate(self.layers):

@@ -59,13 +59,11 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
     """
     config, position = model.config, torch.arange(len(tokens))
     group = config.n_head // config.n_kv_head  # query heads that share a KV head
-    angles = model.rope(position)  # cos, sin [S, D]
-    x, queries, keys = model.embedding(torch.tensor(tokens)), [], []  # [S, dim]
+    angles = model.rope(position)  # cos, sin [kinds, S, D]
+    x, queries, keys = model.embed(torch.tensor(tokens)), [], []  # [S, dim]
     for i, layer in enumerate(model.layers):
-        heads = layer.attention.qkv(layer.attention_norm(x)).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
+        heads = layer.attention.project(layer.attention_norm(x)[None])[0]
         q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head])  # [H or K, S, D]
-        if config.qk_norm:
-            q, k = layer.attention.q_norm(q), layer.attention.k_norm(k)
         cos, sin = model.rope.of_layer(i, *angles)
         q, k = (y * cos + y.roll(config.head_dim // 2, -1) * sin for y in (q, k))
         seen = position <= position[:, None]  # [S, S]: the queries down, the keys across
@@ -78,8 +76,8 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
         scores = q.double() @ k.double().repeat_interleave(group, 0).transpose(1, 2) / config.head_dim**0.5
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         y = weights @ v.double().repeat_interleave(group, 0)  # [H, S, D]
-        x = x + layer.attention.out(y.to(x.dtype).transpose(0, 1).flatten(1))
-        x = x + layer.mlp(layer.mlp_norm(x)[None])[0]
+        x = x + layer.attention_out_norm(layer.attention.out(y.to(x.dtype).transpose(0, 1).flatten(1)))
+        x = x + layer.mlp_out_norm(layer.mlp(layer.mlp_norm(x)[None])[0])
         queries.append(q)
         keys.append(k)
     return model.output(model.norm(x)), queries, keys

@@ -26,18 +26,18 @@ from .store import Extent, View
 
 def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree, tail_slots: int,
                      config: ModelConfig, view_len: Tensor | None, room: int, dtype: torch.dtype):
-    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; for a
-    tree whose rows see their paths apart, the paths' slots [B, M, P] and bias [B, 1, 1, M, P], else None. Values have
-    angles of 0, so that one operation turns all heads of a token. tree: what has a `Layout`. view_len [B], room: length
-    and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
+    """What all layers of a block share: cos, sin [kinds, B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T];
+    for a tree whose rows see their paths apart, the paths' slots [B, M, P] and bias [B, 1, 1, M, P], else None. Values
+    have angles of 0, so that one operation turns all heads of a token. tree: what has a `Layout`. view_len [B], room:
+    length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     positions = start[:, None] + layout.depths  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
     # As projected heads lie in memory, [B, M, H + 2K, D].
-    cos, sin = (torch.cat([table[:, :, None].expand(-1, -1, turned, -1),
-                           torch.full_like(table, value)[:, :, None].expand(-1, -1, still, -1)], 2).transpose(1, 2)
-                for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
+    cos, sin = (torch.cat([table[:, :, :, None].expand(-1, -1, -1, turned, -1),
+                           torch.full_like(table, value)[:, :, :, None].expand(-1, -1, -1, still, -1)], 3)
+                .transpose(2, 3) for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
     slots, group = first[:, None] + layout.slots, config.query_group
     seen, path = _seen_of_tail(first, layout, tail_slots)
     bias = attention.fold_mask(seen, group, dtype)
@@ -101,7 +101,7 @@ class TargetBlock:
         self.ragged_bias = self.is_empty = None
         if cache.config.sliding_layers:
             held = min(aligned(cache.config.sliding_window), cache.capacity - cache.prefix.base)
-            self.places, self.window_biases = compiled(_window_geometry)(
+            self.places, self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
                 start, cache.prefix.len, cache.prefix.base, held, tail.slots, tree, cache.config, tail.whole.dtype)
         if view.length_on_device:
             self.is_empty = (view.own_len == 0)[:, None, None] if extent.longest > extent.dense else None
@@ -226,7 +226,7 @@ class PrefillBlock:
 
     def __post_init__(self):
         place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
-        self.cos, self.sin = self.cache.rope(place)  # [M, D]
+        self.cos, self.sin = self.cache.rope(place)  # [kinds, M, D]
         self.n_head, self.n_kv_head = self.cache.config.n_head, self.cache.config.n_kv_head
 
     def layer(self, i: int) -> "PrefillBlock":

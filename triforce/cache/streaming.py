@@ -30,9 +30,10 @@ class StreamingCache(View):
         self.config, self.rope, self.num_sink, self.window_size, self.slack = config, rope, num_sink, window_size, slack
         positions = torch.tensor(range(capacity), device=device)
         if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
-            self.angles = (positions.new_empty(capacity, config.head_dim, dtype=torch.float32),) * 2
+            table = positions.new_empty(len(rope.frequencies), capacity, config.head_dim, dtype=torch.float32)
+            self.angles = table, table
         else:
-            self.angles = rope(positions)  # cos, sin of every rank, [capacity, D] each
+            self.angles = rope(positions)  # cos, sin of every rank, [kinds, capacity, D] each
 
     def part(self, rows: slice) -> "StreamingCache":
         """The same storage, seen as a batch of some of its rows."""
@@ -47,10 +48,10 @@ def _slots(positions: Tensor, num_sink: int, ring: int) -> Tensor:
 
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
                         sliding_window: int, group: int, dtype: torch.dtype):
-    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], and
-    two biases [B, 1, G * M, capacity] of a dtype, the second one of layers with a window of their own. angles: those of
-    every rank, [capacity, D] each."""
-    capacity = len(angles[0])
+    """What all layers share: cos, sin of the keys [kinds, B, 1, capacity, D] and of the rows [kinds, B, 1, M, D], slots
+    [B, M], and two biases [B, 1, G * M, capacity] of a dtype, the second one of layers with a window of their own.
+    angles: those of every rank, [kinds, capacity, D] each."""
+    capacity = angles[0].shape[1]
     ring = capacity - num_sink
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
     slots = _slots(positions, num_sink, ring)
@@ -60,12 +61,12 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     held = torch.where(slot < num_sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
     oldest = (start[:, None] - window_size + 1).clamp(min=num_sink)  # [B, 1]
     ranks = [torch.where(p < num_sink, p, num_sink + p - oldest).clamp(min=0) for p in (held, positions)]
-    (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
+    (key_cos, key_sin), (cos, sin) = ([table[:, rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
     seen = (held <= positions) & recent
     biases = [attention.fold_mask(x, group, dtype) for x in (seen, seen & (held > positions - sliding_window))]
-    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, biases
+    return key_cos[:, :, None], key_sin[:, :, None], cos[:, :, None], sin[:, :, None], slots, biases
 
 
 class StreamingBlock:
@@ -105,8 +106,8 @@ class StreamingPrefill:
     def __init__(self, cache: StreamingCache, positions: Tensor):
         self.cache, config = cache, cache.config
         self.heads, self.config = (config.n_head, config.n_kv_head, config.n_kv_head), config
-        self.slots = _slots(positions, cache.num_sink, len(cache.angles[0]) - cache.num_sink)
-        self.cos, self.sin = (table[: positions.shape[1]] for table in cache.angles)
+        self.slots = _slots(positions, cache.num_sink, cache.angles[0].shape[1] - cache.num_sink)
+        self.cos, self.sin = (table[:, : positions.shape[1]] for table in cache.angles)
 
     def layer(self, i: int) -> "StreamingPrefill":
         layer = copy.copy(self)

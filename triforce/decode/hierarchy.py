@@ -243,7 +243,12 @@ def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: in
     sources: dict[str, Drafter] = {}
     drafter, draft = None, models.draft
     if draft is not None:
-        memory = _memory(draft, tape, settings, capacity)
+        # A model of long context gets better with the window; one of short context, trained for a short one, worse.
+        window = min(settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096), capacity)
+        slack = max(StreamingMemory.STEP_ROWS, 2 * settings.block_size, window // 8)
+        cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
+                               window_size=window, slack=slack, device=draft.device, dtype=draft.dtype)
+        memory = StreamingMemory(draft, tape.tokens, cache, settings.prefill_chunk_size)
         drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
     if models.draft_ranks is not None:
         drafter = SharedDrafter(drafter, tape, models.target.group, models.draft_ranks[0])
@@ -256,14 +261,3 @@ def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: in
     if settings.ngram:
         sources["ngram"] = NgramDrafter(tape, max_drafted=settings.block_size - 1, compiler=compiler)
     return sources
-
-
-def _memory(draft: Transformer, tape: Tape, settings: Settings, capacity: int) -> StreamingMemory:
-    """What a draft model attends to."""
-    # A model of long context gets better with the window; one of short context, trained for a short one, worse.
-    window = min(settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096), capacity)
-    slack = max(StreamingMemory.STEP_ROWS, 2 * settings.block_size, window // 8)
-    cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
-                           window_size=window, slack=slack,
-                           device=draft.device, dtype=draft.dtype)
-    return StreamingMemory(draft, tape.tokens, cache, settings.prefill_chunk_size)

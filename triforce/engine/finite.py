@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
 from ..errors import UserError
-from ..model import Experts, Transformer
+from ..experts import Experts
+from ..model import Transformer
 
 OUTPUTS = 64  # positions whose logits are computed at a time
 

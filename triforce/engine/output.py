@@ -44,11 +44,6 @@ class Stats:
     defaults: dict[str, float] = field(default_factory=dict)  # sampling values that the checkpoint chose, not the call
 
     @property
-    def wall(self) -> float:
-        """Seconds from the start of the command, or of the call, to the last token."""
-        return self.load + self.ttft + self.decode
-
-    @property
     def tokens_per_second(self) -> float:
         return 1 / self.tbt if self.tbt else 0.0
 

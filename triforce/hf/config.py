@@ -11,9 +11,18 @@ from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+                 "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
-THETAS = {"SmolLM3ForCausalLM": 2e6}  # where config.json has none, if not 10,000
+THETAS = {"SmolLM3ForCausalLM": 2e6, "Gemma3ForCausalLM": 1e6, "Olmo3ForCausalLM": 5e5}  # by default, if not 10,000
+# What families differ in.
+FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": {"qk_norm": True},
+            "Qwen3MoeForCausalLM": {"qk_norm": True},
+            "Gemma3ForCausalLM": {"qk_norm": True, "post_norm": True, "shifted_norms": True, "activation": "gelu"},
+            "Olmo3ForCausalLM": {"qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True}}
+# Families whose full layers are the last of every few, and rotate in a way of their own: how few, and the base of the
+# other layers; None: the same.
+PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, None)}
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
            "mlp_only_layers", "shared_expert_intermediate_size")
@@ -34,8 +43,10 @@ def config_from_hf(hf: dict) -> ModelConfig:
     has_experts = architecture == "Qwen3MoeForCausalLM"
     refuse(fields, LACKING if has_experts else (*LACKING, *EXPERTS))
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
+    gemma = architecture == "Gemma3ForCausalLM"
     dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
-    theta, rotary_factor, scaling = _rope(fields)
+    theta, rotary_factor, scaling, sliding_theta = _rope(fields, architecture)
+    theta = THETAS.get(architecture, 10000.0) if theta is None else theta
     chunked = fields.part("dual_chunk_attention_config")
     positions = fields.get("max_position_embeddings", WINDOW, 2048)
     if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
@@ -46,22 +57,23 @@ def config_from_hf(hf: dict) -> ModelConfig:
         n_layer=fields.get("num_hidden_layers", whole(1, 2**10)),
         n_head=n_head,
         n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
-        head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
+        head_dim=fields.get("head_dim", whole(2, 2**12), 256 if gemma else max(dim // n_head, 1)),
         ffn_dim=fields.get("moe_intermediate_size" if has_experts else "intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
-        rope_theta=THETAS.get(architecture, 10000.0) if theta is None else theta,
+        rope_theta=theta,
         rope_scaling=scaling,
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
-        rotary_interleaved=glm,
         max_position_embeddings=positions,
         unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        **FEATURES.get(architecture, {}),
+        **(_gemma(fields, dim) if gemma else {}),
         qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
         out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
         mlp_bias=fields.get("mlp_bias", FLAG, False),
-        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
+        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma),
         architecture=architecture,
-        **_windows(fields, architecture),
+        **(windows := _windows(fields, architecture)),
+        sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
@@ -97,8 +109,10 @@ def _architecture(fields: Fields) -> str:
     if architecture not in ARCHITECTURES.values():
         raise UserError(f"architecture {shown(architecture)} is not supported; use {', '.join(ARCHITECTURES.values())}")
     agreed({"architectures": architecture, f"model_type {kind}": by_kind})
-    if (act := fields.get("hidden_act", TEXT, "silu")) not in ("silu", "swish"):
-        raise UserError(f"hidden_act {shown(act)} is not supported; supported is 'silu'")
+    gemma = architecture == "Gemma3ForCausalLM"
+    key, known = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if (act := fields.get(key, TEXT, known)) not in (known, known.replace("silu", "swish")):
+        raise UserError(f"{key} {shown(act)} is not supported; supported is '{known}'")
     return architecture
 
 
@@ -106,21 +120,28 @@ def _windows(fields: Fields, architecture: str) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     smol = architecture == "SmolLM3ForCausalLM"
     if window is None or (qwen or smol) and not fields.get("use_sliding_window", FLAG, False):
         return {}
-    layers = range(count)
-    if types and (qwen or smol or architecture == "MinistralForCausalLM"):  # others give all layers one window
+    if types and (qwen or smol or architecture in (*PATTERNS, "MinistralForCausalLM")):  # others: one of all layers
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
-        layers = [i for i in layers if types[i] == "sliding_attention"]
+        layers = [i for i in range(count) if types[i] == "sliding_attention"]
+    elif architecture in PATTERNS:
+        every = fields.get("sliding_window_pattern", whole(1, 2**10), PATTERNS[architecture][0])
+        layers = [i for i in range(count) if (i + 1) % every]
     elif smol:
         layers = _nope_layers(fields)
-    elif qwen and architecture != "Qwen3MoeForCausalLM":
-        layers = range(fields.get("max_window_layers", whole(0, 2**31), 0), count)
+    else:
+        by_index = qwen and architecture != "Qwen3MoeForCausalLM"
+        layers = range(fields.get("max_window_layers", whole(0, 2**31), 0) if by_index else 0, count)
     return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
+
+
+def _gemma(fields: Fields, dim: int) -> dict:
+    head, scalar = (fields.get(key, number(1, 2**20), 256) for key in ("head_dim", "query_pre_attn_scalar"))
+    return {"embedding_scale": dim**0.5, "query_scale": (head / scalar) ** 0.5}
 
 
 def _experts(fields: Fields) -> dict:
@@ -143,17 +164,27 @@ def _nope_layers(fields: Fields) -> tuple[int, ...]:
     return tuple(i for i in range(count) if not marks[i])
 
 
-def _rope(fields: Fields) -> tuple[float | None, float | None, RopeScaling]:
-    """(theta, share of a head that is rotated, scaling) from `rope_scaling`, from transformers 5's `rope_parameters`,
-    and from what stands beside them. A scaling of kind default beside another one says nothing."""
-    parts = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}
+def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None, RopeScaling, float | None]:
+    """(theta, share of a head that is rotated, scaling, theta of sliding layers) from `rope_scaling`, from transformers
+    5's `rope_parameters`, and from what stands beside them. A scaling of kind default beside another one says nothing.
+    """
+    parts, sliding = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}, None
+    if architecture in PATTERNS:
+        by_kind = parts["rope_parameters"]
+        within = by_kind.part("sliding_attention")
+        if _scaling(within, fields) is not None:
+            raise UserError("a scaling in rope_parameters of sliding_attention is not supported; choose another model")
+        sliding = agreed({key: part.get(key, number(2, 1e15), None) for part, key in (
+            (fields, "rope_local_base_freq"), (within, "rope_theta"))}) or PATTERNS[architecture][1]
+        if "full_attention" in by_kind.values:
+            parts["rope_parameters"] = by_kind.part("full_attention")
     for part in parts.values():
         refuse(part, LACKING_ROPE)
     spots = {"config.json": fields, **parts}
     theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in spots.items()})
                     for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
     scalings = {key: _scaling(part, fields) for key, part in parts.items()}
-    return theta, share, agreed(scalings) or RopeScaling()
+    return theta, share, agreed(scalings) or RopeScaling(), sliding
 
 
 def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:

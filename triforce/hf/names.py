@@ -52,10 +52,11 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         linear("lm_head", "", "output", 0, config.vocab_rows, dim)
     for i in range(config.n_layer):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
-        table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
-        table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
-        for norm in ("q_norm.weight", "k_norm.weight") if config.qk_norm else ():
-            table[f"{theirs}self_attn.{norm}"] = Place(f"{ours}attention.{norm}", 0, (config.head_dim,), order)
+        for norm, name in norm_names(config).items():
+            table[f"{theirs}{name}.weight"] = Place(f"{ours}{norm}.weight", 0, (dim,))
+        for norm, heads in (("q_norm", config.n_head), ("k_norm", config.n_kv_head)) if config.qk_norm else ():
+            width = config.head_dim * (heads if config.qk_norm_whole else 1)
+            table[f"{theirs}self_attn.{norm}.weight"] = Place(f"{ours}attention.{norm}.weight", 0, (width,), order)
         linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
         linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
@@ -68,6 +69,16 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
             linear(f"{theirs}{name}up_proj", ours, "mlp.gate_up", (2 * n + 1) * ffn, ffn, dim, config.mlp_bias)
             linear(f"{theirs}{name}down_proj", ours, "mlp.down", n * dim, dim, ffn, config.mlp_bias)
     return table
+
+
+def norm_names(config: ModelConfig) -> dict[str, str]:
+    """Our norms of a layer by the names that a family gives them: what comes before the MLP has the name of what comes
+    after attention, unless there is such a norm, too."""
+    before = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    after = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+    if config.pre_norm and config.post_norm:
+        before["mlp_norm"] = "pre_feedforward_layernorm"
+    return (before if config.pre_norm else {}) | (after if config.post_norm else {})
 
 
 def scale_of(weight: str) -> str:

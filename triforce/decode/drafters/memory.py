@@ -28,10 +28,10 @@ class StreamingMemory:
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """rows: by row of the tape, how many tokens are settled, and how many of these are not new. Rows ascend."""
-        alike = defaultdict(list)  # rows of which nothing stays, by how many tokens are read
+        alike, most = defaultdict(list), self.cache.num_sink + self.cache.window_size
         for row, (length, known) in rows.items():
-            if known == 0 or length - known >= self.cache.window_size:
-                alike[min(length, self.cache.num_sink + self.cache.window_size)].append(row)
+            if known == 0 or length - known >= self.cache.window_size:  # nothing stays
+                alike[min(length, most)].append(row)
                 continue
             part = self.cache.part(slice(row, row + 1))
             for start in range(known, length, self.cache.slack):
@@ -40,11 +40,11 @@ class StreamingMemory:
                 self.model(tokens, StreamingBlock(part, at, tokens.shape[1]))
         alike.pop(0, None)
         for count, members in alike.items():
-            most = max(self.prefill_chunk_size // count, 1)
+            together = max(self.prefill_chunk_size // count, 1)  # rows side by side
             for run in runs(members):
-                for first in range(run.start, run.stop, most):  # rows side by side
-                    some = slice(first, min(first + most, run.stop))
-                    self._take_in_anew(some, [rows[row][0] for row in range(some.start, some.stop)], count)
+                for first in range(run.start, run.stop, together):
+                    some = range(first, min(first + together, run.stop))
+                    self._take_in_anew(slice(first, some.stop), [rows[row][0] for row in some], count)
 
     def _take_in_anew(self, rows: slice, lengths: list[int], count: int) -> None:
         """The first and the newest of a row's tokens, `count` in all, as a text of their own."""
@@ -55,7 +55,3 @@ class StreamingMemory:
         moved = staged([length - count for length in lengths], tape.device).to(tape.device, non_blocking=True)
         positions = place + moved[:, None] * (place >= cache.num_sink)  # [B, M]
         self.model.prefill(tape.gather(1, positions), [(0, count, StreamingPrefill(cache, positions))], cache_only=True)
-
-    def block(self, start: Tensor, rows: int, compiled) -> StreamingBlock:
-        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
-        return StreamingBlock(self.cache, start, rows, compiled)

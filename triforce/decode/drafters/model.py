@@ -7,7 +7,8 @@ Shapes: B batch, V vocabulary.
 import torch
 from torch import Tensor
 
-from ...model import Transformer, eager
+from ...cache.streaming import StreamingBlock
+from ...model import Transformer
 from ...runtime.graphs import Compiler, put, staged
 from .. import sampling
 from ..plan import DraftPlan
@@ -97,7 +98,7 @@ class ModelDrafter(Drafter):
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        kv = self.memory.block(self.length, rows, compiled)
+        kv = StreamingBlock(self.memory.cache, self.length, rows, compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
@@ -107,7 +108,7 @@ class ModelDrafter(Drafter):
         rows = self.memory.STEP_ROWS
         index = self.length[:, None] + torch.arange(rows, device=self.head.device)
         tokens = self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))
-        self.model(tokens, self.memory.block(self.length, rows, eager))
+        self.model(tokens, StreamingBlock(self.memory.cache, self.length, rows))
         self.length.copy_(self.head)
 
     def _begin(self, rows: int) -> Tensor:

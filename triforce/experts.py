@@ -1,0 +1,65 @@
+"""Experts: another MLP, of which each token has its own.
+
+Shapes: B batch, M rows of a block, N = B * M rows, E experts, k of them that a row has, F ffn_dim.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .model import ModelConfig
+
+
+class Stack(nn.Module):
+    """Matrices of all experts, one below the other: [experts * rows, columns]."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+class Experts(nn.Module):
+    """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE).
+
+    A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
+    """
+
+    def __init__(self, config: "ModelConfig"):
+        super().__init__()
+        self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
+        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
+        self.gate_up = Stack(config.num_experts * 2 * config.ffn_dim, config.dim)
+        self.silu = nn.SiLU()
+        self.down = Stack(config.num_experts * config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
+        rows = x.flatten(0, 1)  # [N, dim]
+        shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
+        weight, chosen = shares.topk(self.active)  # [N, k]
+        weight = weight / weight.sum(-1, keepdim=True) if self.weighs_anew else weight
+        stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
+        if is_prefill:
+            out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)
+        elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
+            out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
+            out = (out * weight[..., None]).sum(1)
+        else:
+            weighed = torch.full_like(shares, -1.0).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
+            # What was not chosen may have overflowed. A weight may be no number, which has to be seen.
+            out = torch.where(weighed == -1, 0.0, self._mlp(rows, *stacks) * weighed).sum(0)
+        return out.to(x.dtype).view(x.shape)
+
+    def _mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x [..., n, dim], weights [..., 2F, dim] and [..., dim, F] -> [..., n, dim]."""
+        gate, up = (x @ gate_up.transpose(-1, -2)).chunk(2, -1)
+        return (self.silu(gate) * up) @ down.transpose(-1, -2)
+
+    def _one_by_one(self, rows: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Each expert computes its own rows. The host learns how many they are."""
+        out, order = torch.zeros_like(rows), chosen.flatten().argsort(stable=True)
+        for expert, places in enumerate(order.split(chosen.flatten().bincount(minlength=self.count).tolist())):
+            y = self._mlp(rows[None, places // self.active], gate_up[expert], down[expert])[0]
+            out.index_add_(0, places // self.active, y * weight.flatten()[places, None])
+        return out
