@@ -42,11 +42,12 @@ def write(path: Path, family="Qwen2.5", *, quantize=None, fields=BYTES, factors=
         cut: tensors to leave out. more: fields of the model's config.
     """
     theirs, config = build(family, **more), config_json(family)
-    kind = config["model_type"].replace("mistral", "llama")
+    kind = config["model_type"].replace("mistral", "llama").replace("gemma3_text", "gemma3")
     made, writer = theirs.config.to_dict(), gguf.GGUFWriter(path, kind)
     made = {"num_key_value_heads": None, "head_dim": None, **made}
     values = {f"{kind}.{key}": made[name] for key, name in KEYS.items() if made[name] is not None}
-    values[f"{kind}.rope.freq_base"] = float(made["rope_parameters"]["rope_theta"])
+    rope = made["rope_parameters"]
+    values[f"{kind}.rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     for key, value in {**values, **fields}.items():
         add = {float: writer.add_float32, str: writer.add_string, bool: writer.add_bool, list: writer.add_array}
         add.get(type(value), writer.add_uint32)(key, value)
@@ -57,6 +58,8 @@ def write(path: Path, family="Qwen2.5", *, quantize=None, fields=BYTES, factors=
         if kind == "llama" and (".q_proj." in name or ".k_proj." in name):  # it has the two of a pair beside each other
             heads = tensor.shape[0] // theirs.model.layers[0].self_attn.head_dim
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if kind == "gemma3" and "norm" in name:
+            tensor = tensor + 1
         kept, ours = tensor.contiguous().numpy(), names.get_name(name, (".weight", ".bias"))
         if quantize is not None and tensor.ndim == 2:
             writer.add_tensor(ours, gguf.quantize(kept, quantize), raw_dtype=quantize)
@@ -79,6 +82,14 @@ def logits(folder, ids=IDS):
                                     "Phi-3-mini-4k"])
 def test_says_what_the_model_says(tmp_path, family):
     theirs = write(tmp_path / "m.gguf", family)
+    out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
+    torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_stores_its_norms_shifted(tmp_path):
+    """And names no layers: the sixth of six sees all keys."""
+    theirs = write(tmp_path / "m.gguf", "Gemma 3 270M", layer_types=["sliding_attention"] * 2,
+                   fields={**BYTES, "gemma3.attention.sliding_window": 40})
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
 
@@ -176,7 +187,7 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fields, says", [
-    ({"general.architecture": "gemma3"}, "'gemma3' is not supported; supported are llama"),
+    ({"general.architecture": "gemma2"}, "'gemma2' is not supported; supported are llama"),
     ({"split.count": 3}, "one of 3 parts; join them"),
     ({"qwen2.expert_count": 8}, "num_local_experts 8 is not supported"),
     ({"qwen2.attention.value_length": 8}, "keys have 16 dimensions and values 8"),

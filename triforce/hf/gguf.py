@@ -18,7 +18,9 @@ from .files import FLAG, TEXT, Fields, about, check_file, guarded, number, sever
 from .names import FUSED, places
 from .vocabulary import llama_pipeline, merges_of, surround
 
-FAMILIES = ("llama", "qwen2", "qwen3", "phi3")  # called so in config.json, too; "mistral" files call themselves llama
+# By their names here, those in config.json. Files of Mistral call themselves llama.
+FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
+GEMMA_27B = 62  # layers; its queries have a scale of their own, which a file does not say
 COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>")  # end a text, if special
@@ -74,7 +76,8 @@ class GGUF:
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
         config = {
-            "architectures": [ARCHITECTURES[self.kind]], "model_type": self.kind, "vocab_size": int(rows),
+            "architectures": [ARCHITECTURES[FAMILIES[self.kind]]], "model_type": FAMILIES[self.kind],
+            "vocab_size": int(rows),
             "hidden_size": dim, "num_hidden_layers": self.value("block_count", COUNT), "num_attention_heads": heads,
             "num_key_value_heads": self.value("attention.head_count_kv", COUNT, heads), "head_dim": head,
             "intermediate_size": self.value("feed_forward_length", COUNT), "hidden_act": "silu",
@@ -87,6 +90,9 @@ class GGUF:
             "tie_word_embeddings": "output.weight" not in self.tensors, **self._rope_scaling()}
         if rotated != head:
             config["partial_rotary_factor"] = rotated / head
+        if self.kind == "gemma3":
+            is_27b = config["num_hidden_layers"] == GEMMA_27B
+            config["query_pre_attn_scalar"] = dim // heads if is_27b else head
         return {key: value for key, value in config.items() if value is not None}
 
     def _rope_scaling(self) -> dict:
@@ -141,7 +147,7 @@ class GGUF:
             found = torch.from_numpy(wide.copy()).view(*map(int, reversed(tensor.shape)))
             if self.kind == "llama" and (".attn_q." in name or ".attn_k." in name):  # the two of a pair lie together
                 found = found.unflatten(0, (-1, self.model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-            yield theirs[name], found
+            yield theirs[name], found - 1 if self.model.shifted_norms and "norm" in name else found
 
     # -- tokenizer -----------------------------------------------------------------------------------------------------
 
