@@ -1,15 +1,11 @@
 """Experts: another MLP, of which each token has its own.
 
-Shapes: B batch, M rows of a block, N = B * M rows, E experts, k of them that a row has, F ffn_dim.
+`config` is a `ModelConfig`. Shapes: B batch, M rows of a block, N = B * M rows, E experts, k of them that a row has, F
+ffn_dim.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .model import ModelConfig
 
 
 class Stack(nn.Module):
@@ -26,7 +22,7 @@ class Experts(nn.Module):
     A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
     """
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, config):
         super().__init__()
         self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
         self.router = nn.Linear(config.dim, config.num_experts, bias=False)

@@ -279,7 +279,7 @@ FAULTS = [
     Fault("norm-shift", "model:ShiftedNorm.forward", "Gemma's norms have the weights of the file",
           const(1.0, 0.0), "checkpoint -k 'parity and Gemma'"),
     Fault("norm-after", "model:Block.after", "what comes out of attention is not normalised",
-          name("attention_out_norm", "mlp_out_norm"), "checkpoint -k 'parity and OLMo'"),
+          name("attention_out_norm", "mlp_out_norm"), "windows -k 'transformers and OLMo'"),
     Fault("sliding-base", "model:RotaryEmbedding.of_layer", "layers with a window rotate as the others",
           op("is not", "is"), "checkpoint -k 'parity and Gemma'"),
     Fault("embedding-scale", "model:Transformer.embed", "Gemma's words come in unscaled", op("==", "!="),

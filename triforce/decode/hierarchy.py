@@ -122,10 +122,6 @@ class Hierarchy:
                               row_unit=row_unit, compiler=compiler)
 
     @property
-    def levels(self) -> list[Verifier]:
-        return [level for level in (self.outer, self.inner) if level is not None]
-
-    @property
     def gathering(self) -> RetrievalView | None:
         """The view that the next verify gathers, if one waits for that: the common one where rows share a prefix."""
         view = self.view if self.view is None or self.view.shared is None else self.view.shared
@@ -203,7 +199,7 @@ class Hierarchy:
         """All prompts are in: no row's prefix will outgrow its end. Call `open_sources` after it."""
         self._last = self._last_plan = None
         self.cache.prefix.open(ends)
-        for level in self.levels:
+        for level in filter(None, (self.outer, self.inner)):
             level.totals.zero_()
         if self.view is not None:
             self.view.num_rebuilds = 0
