@@ -52,6 +52,8 @@ def logits_of(model, ids):
 
 
 KINDS = {"untied": {}, "tied": {"tie_word_embeddings": True},
+         "windows": {"sliding_layers": (0,), "sliding_window": 20, "sliding_theta": 50.0, "post_norm": True,
+                     "shifted_norms": True, "activation": "gelu", "embedding_scale": 3.0},
          "experts": {"mlp_bias": False, "num_experts": 6, "active_experts": 2, "weighs_anew": True}}
 
 
@@ -69,7 +71,7 @@ def every_kind_alone(n_kv_head: int, kind: str):
 
 
 def every_kind_of_parameter(group) -> None:
-    for kind in [*KINDS][: 1 if group.size == 8 else 3]:
+    for kind in [*KINDS][: 1 if group.size == 8 else 4]:
         whole, ids, expected = every_kind_alone(8 if group.size == 8 else 4, kind)
         part = shard(whole, group)
         assert group.agree(weights_fingerprint(part)) == weights_fingerprint(part)  # of the weights of all ranks

@@ -290,13 +290,14 @@ def test_what_does_not_go_with_fp8(blocks, tmp_path):
 
 
 def test_weights_are_near_and_the_rest_is_shared():
-    config = ModelConfig(64, 32, 2, 4, 2, 16, 48, qkv_bias=True, qk_norm=True)
+    config = ModelConfig(64, 32, 2, 4, 2, 16, 48, qkv_bias=True, qk_norm=True, post_norm=True)
     target = Transformer.random(config, std=0.3)
     copy = fp8_copy(target)
     assert copy.embedding is target.embedding and copy.output is target.output and copy.norm is target.norm
     assert copy_bytes(config) == sum(x.nbytes for x in copy.parameters() if x.dtype == FP8)
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         assert mine.attention.q_norm is theirs.attention.q_norm and mine.attention.k_norm is theirs.attention.k_norm
+        assert mine.attention_out_norm is theirs.attention_out_norm and mine.mlp_norm is theirs.mlp_norm
         assert mine.attention_norm is theirs.attention_norm and mine.attention.qkv.bias is theirs.attention.qkv.bias
         for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
             quantized, linear = mine.get_submodule(name), theirs.get_submodule(name)

@@ -195,7 +195,8 @@ def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True}, {"out_bias": True},
-                                  {"mlp_bias": True}, {"qk_norm": True}, {"rotary_factor": 0.5}])
+                                  {"mlp_bias": True}, {"qk_norm": True}, {"rotary_factor": 0.5}, {"post_norm": True},
+                                  {"qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True}])
 def test_the_number_of_parameters(more):
     config = replace(SMALL, **more)
     model = Transformer.empty(config, "meta", torch.float32)

@@ -81,6 +81,8 @@ def test_a_share_of_a_config():
     local = shard_config(CONFIG, Group(1, 2, ""))
     assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
     assert local.vocab_rows == 33 and shard_config(CONFIG, None) is CONFIG
+    with pytest.raises(UserError, match="2 ranks cannot share 1 norm over all heads evenly; use --nproc-per-node 1$"):
+        shard_config(replace(CONFIG, qk_norm=True, qk_norm_whole=True), Group(0, 2, ""))
     with pytest.raises(UserError, match="4 ranks cannot share 50 MLP rows evenly; use --nproc-per-node 1 or 2$"):
         shard_config(replace(CONFIG, ffn_dim=50), Group(0, 4, ""))
     with pytest.raises(UserError, match="4 ranks cannot share 6 heads evenly; use --nproc-per-node 1$"):

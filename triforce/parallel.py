@@ -228,11 +228,12 @@ def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:
     """What one rank holds of a model.
 
     Raises:
-        UserError: the number of ranks does not divide the KV heads or the MLP.
+        UserError: the number of ranks does not divide the KV heads or the MLP, or a norm spans all heads.
     """
     if group is None:
         return config
     counts = {"KV heads": config.n_kv_head, "heads": config.n_head, "MLP rows": config.ffn_dim}
+    counts |= {"norm over all heads": 1} if config.qk_norm_whole else {}
     for name, count in counts.items():
         if count % group.size:
             fits = [str(n) for n in range(1, config.n_kv_head + 1) if not any(one % n for one in counts.values())]
