@@ -251,7 +251,7 @@ def test_streaming_cache_equals_a_loop_over_positions():
 def test_a_drafts_window_by_the_positions_of_its_checkpoint(pair, positions, window):
     draft = Transformer.random(replace(pair[1].config, max_position_embeddings=positions), dtype=torch.float32)
     state = make_state(pair[0], draft, [random_prompt(100)], capacity=8000, retrieval=False)
-    assert state.hierarchy.sources["model"].memory.cache.window_size == window
+    assert state.hierarchy.sources["model"].cache.window_size == window
 
 
 def test_a_draft_that_was_left_out_catches_up(pair):
@@ -375,7 +375,7 @@ def test_a_used_window_drafts_as_a_fresh_one(pair, length):
                            sampling={"temperature": 0.8}, draft_window=32)
         if used:
             state.round()
-            for tensor in state.hierarchy.sources["model"].memory.cache.tensors():
+            for tensor in state.hierarchy.sources["model"].cache.tensors():
                 tensor[:, :, 40:] = float("nan")  # as of a text whose values overflowed
             state.reset()
             state.prefill(0, prompt)

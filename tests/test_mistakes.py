@@ -57,7 +57,7 @@ def test_a_window_is_no_larger_than_its_row():
     """A draft's cache of a billion tokens would take minutes to plan; a row of some thousand has no more of them."""
     state = make_engine(*random_pair(), draft_window=10**9).prepare([random_prompt(100)], 8, temperature=0.0)
     [drafter] = state.hierarchy.sources.values()
-    assert 100 < drafter.memory.cache.window_size <= state.capacity < 10_000
+    assert 100 < drafter.cache.window_size <= state.capacity < 10_000
 
 
 def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):

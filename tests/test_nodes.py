@@ -267,6 +267,6 @@ def test_a_draft_knows_the_text_that_left_its_own():
         assert state.lens[0] - ModelDrafter.CATCH_UP_ROWS < length <= state.lens[0]
         [tokens] = state.texts()
         fresh = make_state(*pair, [tokens], **made).hierarchy.sources["model"]
-        for mine, other in zip(draft.memory.cache.k, fresh.memory.cache.k, strict=True):
+        for mine, other in zip(draft.cache.k, fresh.cache.k, strict=True):
             torch.testing.assert_close(mine[:, :, :length], other[:, :, :length], rtol=1e-3, atol=1e-3)
     assert departed >= 1 and state.lens[0] < 250  # all within its window

@@ -11,7 +11,6 @@ from conftest import VOCAB, make_engine, random_prompt, slow
 
 from triforce import UserError
 from triforce.cache.kv_cache import KVCache
-from triforce.decode.drafters.memory import StreamingMemory
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.engine import buffers, prompt_cache_file
 from triforce.engine.buffers import Buffers
@@ -214,9 +213,14 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
 def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     """It reads what it has not read, and all of it again once something was taken back."""
     engine = make_engine(*pair, **(SETTINGS | {"retrieval": False}))
-    read, take_in = [], StreamingMemory.take_in
-    monkeypatch.setattr(StreamingMemory, "take_in",
-                        lambda self, rows: (read.append(dict(rows)), take_in(self, rows))[1])
+    read, take_in = [], ModelDrafter._take_in
+
+    def noted(self, lengths):
+        if lengths:
+            read.append({row: (length, self._seen[row]) for row, length in lengths.items()})
+        take_in(self, lengths)
+
+    monkeypatch.setattr(ModelDrafter, "_take_in", noted)
     said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=20).tokens
     held = engine.buffers.state.lens[0]
     read.clear()

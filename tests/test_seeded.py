@@ -268,7 +268,7 @@ def test_what_a_draft_keeps_of_leaves_is_of_the_text(models):
         draft, [tokens] = state.hierarchy.sources["model"], state.texts()
         length = int(draft.length[0])
         fresh = make_state(*models, [tokens], sampling={**LAWS["own"], "seed": [SEED]}, **text)
-        caches = [one.hierarchy.sources["model"].memory.cache for one in (state, fresh)]
+        caches = [one.hierarchy.sources["model"].cache for one in (state, fresh)]
         assert state.lens[0] - 1 <= length <= state.lens[0]
         for i in range(draft.model.config.n_layer):
             torch.testing.assert_close(*(cache.load(i, 0, 0, length) for cache in caches), rtol=1e-4, atol=1e-4)

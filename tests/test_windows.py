@@ -5,11 +5,13 @@ import torch
 from conftest import VOCAB, bits, bits_of_rows, make_engine, make_state, random_prompt, slow
 from families import build, config_json, save
 from reference import dense_logits
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import triforce
 from triforce import UserError, attention
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.hf.checkpoint import load_model
+from triforce.hf.config import config_from_hf
 from triforce.model import ModelConfig, Transformer
 
 WINDOW = 40
@@ -67,6 +69,26 @@ def test_a_family_equals_transformers_beyond_its_window(family, tmp_path):
     for speculate in (True, False):
         answer = engine.generate(ids[0].tolist(), 40, temperature=0.0, ignore_eos=True, speculate=speculate)
         assert answer.tokens == said
+
+
+def test_of_a_gemma_that_sees_images_the_text_model_loads(tmp_path):
+    """Its published config leaves out what its class has by default; its weights have names of their own."""
+    text = {key: value for key, value in config_json("Gemma 3").items() if key not in ("architectures", "model_type")}
+    images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    theirs = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=images, image_token_index=95))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.15)
+    theirs.eval().save_pretrained(tmp_path)
+    ids = torch.randint(3, 90, (1, 100))
+    with torch.inference_mode():
+        expected = theirs(ids).logits[0]
+    model = load_model(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(dense_logits(model, ids)[0], expected, atol=1e-4, rtol=1e-4)
+    left_out = {**config_json("Gemma 3"), "num_attention_heads": None, "num_key_value_heads": None}
+    whole = config_from_hf({"model_type": "gemma3", "text_config": left_out})
+    assert (whole.n_head, whole.n_kv_head) == (8, 4)
 
 
 @pytest.mark.parametrize("levels,gamma,interval", [("triforce", 6, 16), ("retrieval", 4, 16), ("draft", 3, 64), *slow(

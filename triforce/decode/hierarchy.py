@@ -22,7 +22,6 @@ from ..model import Transformer
 from ..runtime.graphs import Compiler
 from ..tree import TokenTree
 from .drafters.base import Drafter
-from .drafters.memory import StreamingMemory
 from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.ranks import SharedDrafter
@@ -241,11 +240,11 @@ def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: in
     if draft is not None:
         # A model of long context gets better with the window; one of short context, trained for a short one, worse.
         window = min(settings.draft_window or min(max(draft.config.max_position_embeddings // 8, 256), 4096), capacity)
-        slack = max(StreamingMemory.STEP_ROWS, 2 * settings.block_size, window // 8)
+        slack = max(ModelDrafter.STEP_ROWS, 2 * settings.block_size, window // 8)
         cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
                                window_size=window, slack=slack, device=draft.device, dtype=draft.dtype)
-        memory = StreamingMemory(draft, tape.tokens, cache, settings.prefill_chunk_size)
-        drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
+        drafter = ModelDrafter(draft, cache, tape, max_drafted=settings.block_size - 1,
+                               prefill_chunk_size=settings.prefill_chunk_size, compiler=compiler)
     if models.draft_ranks is not None:
         drafter = SharedDrafter(drafter, tape, models.target.group, models.draft_ranks[0])
     if drafter is not None:

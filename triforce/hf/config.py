@@ -30,6 +30,8 @@ EXPERTS = ("num_experts", "num_local_experts")  # two spellings of their number
 LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  # layers unlike, queries by position
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
+GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+         "sliding_window": 4096}
 TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
 SCALING = {"low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
            "truncate": FLAG}  # fields of `RopeScaling` that go by the same name
@@ -38,7 +40,7 @@ SCALING = {"low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast
 def config_from_hf(hf: dict) -> ModelConfig:
     """Reads a config.json, in the spelling of any transformers version. Raises UserError for a value that is of the
     wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
-    fields = Fields(hf)
+    fields = Fields(text_part(hf))
     architecture = _architecture(fields)
     has_experts = architecture == "Qwen3MoeForCausalLM"
     refuse(fields, LACKING if has_experts else (*LACKING, *EXPERTS))
@@ -85,6 +87,15 @@ def config_from_hf(hf: dict) -> ModelConfig:
         return config
     with guarded("quantization_config has a field of the wrong kind"):
         return replace(config, float8=float8_from_hf(quantization, config.n_layer, config.tie_word_embeddings))
+
+
+def text_part(hf: dict) -> dict:
+    """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default."""
+    if hf.get("model_type") != "gemma3" or not isinstance(hf.get("text_config"), dict):
+        return hf
+    beside = {key: hf[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in hf}
+    said = {key: value for key, value in {**beside, **hf["text_config"]}.items() if value is not None}
+    return {**GEMMA, **said, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
 def refuse(fields: Fields, keys: tuple[str, ...]) -> None:

@@ -1,13 +1,15 @@
-"""A small model as a drafter: it draws one token a step.
+"""A small model as a drafter: it draws one token a step, and keeps a sink and the newest tokens.
 
-Shapes: B batch, V vocabulary.
+Shapes: B batch, M tokens of a row, V vocabulary.
 """
 
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from ...cache.streaming import StreamingBlock
+from ...cache.store import runs
+from ...cache.streaming import StreamingBlock, StreamingCache, StreamingPrefill
 from ...model import Transformer
 from ...runtime.graphs import Compiler, put, staged
 from .. import sampling
@@ -15,25 +17,26 @@ from ..plan import DraftPlan
 from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
 from .base import Drafter
-from .memory import StreamingMemory
 
 
 class ModelDrafter(Drafter):
     """See the module.
 
     Args:
-        memory: what the model attends to.
+        cache: what the model attends to. Exactness never depends on it.
         max_drafted: the most tokens of a proposal.
+        prefill_chunk_size: tokens of all rows that are read together, or those of one row.
     """
 
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
+    STEP_ROWS = 64  # that one step may take in: so many can be written ahead of what is attended to
 
-    def __init__(self, model: Transformer, memory: StreamingMemory, tape: Tape, *, max_drafted: int,
-                 compiler: Compiler):
-        self.model, self.memory, self.tape = model, memory, tape
-        self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
+    def __init__(self, model: Transformer, cache: StreamingCache, tape: Tape, *, max_drafted: int,
+                 prefill_chunk_size: int, compiler: Compiler):
+        self.model, self.cache, self.tape, self.prefill_chunk_size = model, cache, tape, prefill_chunk_size
+        self.nbytes, self.weight_bytes, self.num_layers = cache.nbytes, model.weight_bytes, model.config.n_layer
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
@@ -55,16 +58,42 @@ class ModelDrafter(Drafter):
         self._awaited = {}
 
     def _take_in(self, lengths: dict[int, int]) -> None:
-        """Takes in the first tokens of these rows. lengths: their numbers."""
-        if lengths:
-            self.memory.take_in({row: (length, self._seen[row]) for row, length in lengths.items()})
+        """Takes in the first tokens of these rows. lengths: their numbers. Rows ascend."""
+        alike, most = defaultdict(list), self.cache.num_sink + self.cache.window_size
+        for row, length in lengths.items():
+            known = self._seen[row]
+            if known == 0 or length - known >= self.cache.window_size:  # nothing stays
+                alike[min(length, most)].append(row)
+                continue
+            part = self.cache.part(slice(row, row + 1))
+            for start in range(known, length, self.cache.slack):
+                tokens = self.tape.tokens[row, None, start : min(start + self.cache.slack, length)]
+                at = torch.full((1,), start, device=tokens.device)
+                self.model(tokens, StreamingBlock(part, at, tokens.shape[1]))
+        alike.pop(0, None)
+        for count, members in alike.items():
+            together = max(self.prefill_chunk_size // count, 1)  # rows side by side
+            for run in runs(members):
+                for first in range(run.start, run.stop, together):
+                    some = range(first, min(first + together, run.stop))
+                    self._take_in_anew(slice(first, some.stop), [lengths[row] for row in some], count)
         for row, length in lengths.items():
             self.length[row].fill_(length)
             self._seen[row] = length
 
+    def _take_in_anew(self, rows: slice, lengths: list[int], count: int) -> None:
+        """The first and the newest of a row's tokens, `count` in all, as a text of their own."""
+        cache, tape = self.cache.part(rows), self.tape.tokens[rows]
+        for tensor in cache.tensors():  # what a text that was no number has left would hide behind no mask
+            tensor.zero_()
+        place = torch.arange(count, device=tape.device)
+        moved = staged([length - count for length in lengths], tape.device).to(tape.device, non_blocking=True)
+        positions = place + moved[:, None] * (place >= cache.num_sink)  # [B, M]
+        self.model.prefill(tape.gather(1, positions), [(0, count, StreamingPrefill(cache, positions))], cache_only=True)
+
     def catch_up(self, lengths: list[int]) -> None:
         behind = max(length - seen for length, seen in zip(lengths, self._seen, strict=True))
-        if self._left_out and not self._departed and self.compiler.recorder and behind <= self.memory.STEP_ROWS:
+        if self._left_out and not self._departed and self.compiler.recorder and behind <= self.STEP_ROWS:
             self.head.copy_(staged(lengths, self.head.device), non_blocking=True)
             self._reading()
         else:
@@ -98,17 +127,17 @@ class ModelDrafter(Drafter):
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        kv = StreamingBlock(self.memory.cache, self.length, rows, compiled)
+        kv = StreamingBlock(self.cache, self.length, rows, compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
     def _read(self) -> None:
         """Takes in the tape before `head`, at most `STEP_ROWS` tokens. It is recorded as it is written: it runs between
         rounds that take other steps, too seldom for compiling it."""
-        rows = self.memory.STEP_ROWS
+        rows = self.STEP_ROWS
         index = self.length[:, None] + torch.arange(rows, device=self.head.device)
         tokens = self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))
-        self.model(tokens, StreamingBlock(self.memory.cache, self.length, rows))
+        self.model(tokens, StreamingBlock(self.cache, self.length, rows))
         self.length.copy_(self.head)
 
     def _begin(self, rows: int) -> Tensor:
