@@ -1,6 +1,7 @@
 """`triforce plan` and `triforce check`: what they say is what happens, and a fault is found where it is."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -16,6 +17,7 @@ from triforce.engine import memory
 from triforce.hf.checkpoint import open_tensors
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
+from triforce.model import ModelConfig
 from triforce.runtime.graphs import SPARE
 
 CPU = torch.device("cpu")
@@ -138,6 +140,16 @@ def brief(monkeypatch):
     """Fewer tokens to compare."""
     monkeypatch.setattr(check, "LAST", 256)
     monkeypatch.setattr(check, "GREEDY", 16)
+
+
+@pytest.mark.parametrize("parameters,minutes", [(10**6, 1), (10**9, 8), (7 * 10**9, 51)])
+def test_it_says_beforehand_how_long_it_takes(parameters, minutes, monkeypatch, capsys):
+    """By 8,704 tokens that go through the model, at 40 billion operations a second of a core."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(ModelConfig, "num_parameters", parameters)
+    monkeypatch.setattr(check, "examine", lambda *args: [])
+    assert cli.main(["check", "--device", "cpu", "--out", os.devnull]) == 0
+    assert f"at 512, 2,048 tokens, some {minutes} min; less with" in capsys.readouterr().err
 
 
 WAYS = ["draft + view", "draft model", "retrieval view", "n-grams"]

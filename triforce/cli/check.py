@@ -5,6 +5,7 @@ Each finding is a record; the page is made of them, and a file of JSON has the s
 
 import gc
 import json
+import math
 import os
 import time
 from argparse import Namespace
@@ -227,7 +228,8 @@ def main(argv: list[str]) -> int:
     own, args = read(argv)
     begun, folder, device = time.perf_counter(), resolve(args.checkpoint), find_device(getattr(args, "device", None))
     use_one_stream(device)  # for transformers, too: else later times are slower than a user's
-    longest = getattr(args, "max_seq_len", None) or read_config(folder).max_len
+    config = read_config(folder)
+    longest = getattr(args, "max_seq_len", None) or config.max_len
     lengths = lengths_of(own, args, longest, device)
     far = own.far if own.far is not None else min(lengths[-1], LAST) if own.quick else lengths[-1]
     if not 0 <= far <= longest:
@@ -238,7 +240,9 @@ def main(argv: list[str]) -> int:
     ids = Tokenizer(folder).encode(text[: 16 * max(far, *lengths)])  # no tokenizer makes longer tokens on average
     begun_anew = -(-max(far, *lengths) // len(ids)) - 1
     ids *= begun_anew + 1
-    say(f"at {', '.join(f'{length:,}' for length in lengths)} tokens; less with --lengths or --quick")
+    rate = 1e14 if device.type == "cuda" else 4e10 * torch.get_num_threads()  # operations a second
+    minutes = math.ceil(2 * config.num_parameters * (2 * far + lengths[-1] + sum(lengths)) / rate / 60)
+    say(f"at {', '.join(map('{:,}'.format, lengths))} tokens, some {minutes} min; less with --lengths or --quick")
     records = list(examine(own, args, ids[:far], [ids[:length] for length in lengths], device))
     told = {"checkpoint": str(folder), "device": str(device), "torch": torch.__version__, "triforce": __version__,
             "text": own.prompt_file, "begun_anew": begun_anew, "seconds": time.perf_counter() - begun,

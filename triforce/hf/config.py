@@ -30,8 +30,7 @@ EXPERTS = ("num_experts", "num_local_experts")  # two spellings of their number
 LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  # layers unlike, queries by position
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
-GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
-         "sliding_window": 4096}
+GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
 SCALING = {"low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
            "truncate": FLAG}  # fields of `RopeScaling` that go by the same name
@@ -93,8 +92,7 @@ def text_part(hf: dict) -> dict:
     """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default."""
     if hf.get("model_type") != "gemma3" or not isinstance(hf.get("text_config"), dict):
         return hf
-    beside = {key: hf[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in hf}
-    said = {key: value for key, value in {**beside, **hf["text_config"]}.items() if value is not None}
+    said = {key: value for key, value in {**hf, **hf["text_config"]}.items() if value is not None}
     return {**GEMMA, **said, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
