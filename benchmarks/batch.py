@@ -125,7 +125,7 @@ def run(args) -> None:
             prompts = [ids[i * step : i * step + context] for i in range(batch)]
             ways = ways_of(base, args)
             for way in ways:
-                budgets = (args.budgets or [512]) if engine_of(base, way).settings.has_view else [0]
+                budgets = (args.budgets or [512]) if engine_of(base, way).settings.retrieval else [0]
                 for budget in budgets:
                     rows = measure(base, way, prompts, budget, args, (way, budget) == (ways[0], budgets[0]))
                     base.release()  # what the engine of this way left

@@ -21,6 +21,7 @@ from triforce.attention import dense, rotate
 from triforce.cache import prefix as prefix_module
 from triforce.cache.streaming import StreamingBlock, StreamingCache
 from triforce.cache.views import RetrievalView
+from triforce.decode.drafters import model
 from triforce.decode.pilot import RebuildPolicy
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.model import ModelConfig, Transformer
@@ -383,6 +384,22 @@ def test_a_used_window_drafts_as_a_fresh_one(pair, length):
         state.round()
         laws.append(state.hierarchy.outer.draft_probs[:, :3].tolist())
     assert laws[0] == laws[1]
+
+
+def test_a_reading_that_is_broken_off_begins_anew(pair, monkeypatch):
+    """What it has written by then may lie where older tokens did."""
+    state = make_state(*pair, [random_prompt(300)], retrieval=False, draft_window=32)
+    drafter, begun = state.hierarchy.sources["model"], []
+
+    def broken(cache, start, rows):
+        begun.append(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "StreamingBlock", broken)
+    drafter.prefill(0, 320, fresh=False)
+    with pytest.raises(KeyboardInterrupt):
+        drafter.open([1024])
+    assert begun == [21] and drafter._seen == [0]
 
 
 def test_rows_are_taken_in_side_by_side(pair):

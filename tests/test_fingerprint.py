@@ -1,5 +1,6 @@
 """Fingerprints: equal where the model is, another for every change that training makes."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -8,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
+from triforce.hf.fingerprint import (
+    DIGITS,
+    _combine,
+    model_fingerprint,
+    model_name,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
@@ -98,3 +106,13 @@ def test_of_a_tokenizer(folder):
     seen = {whole, found(pad_token="<a new one>"), found(eos_token="the"), found(add_eos_token=True),
             found(add_prefix_space=True)}
     assert len(seen) == 5
+
+
+def test_a_field_that_a_model_does_not_use_does_not_count():
+    """Or else documents that were kept before the field was there would be another model's."""
+    config = ModelConfig(64, 32, 2, 4, 2, 8, 48, dtype="float32")
+    text = repr((replace(config, dtype=None), []))
+    assert _combine(config, []) == hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    others = [replace(config, **more) for more in ({"pre_norm": False}, {"query_scale": 2.0}, {"activation": "gelu"},
+                                                   {"sliding_layers": (1,)}, {"num_experts": 4})]
+    assert len({_combine(one, []) for one in (config, *others)}) == 6

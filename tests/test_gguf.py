@@ -18,6 +18,7 @@ from triforce.errors import UserError
 from triforce.hf import convert as module
 from triforce.hf.checkpoint import eos_token_ids, load_model, open_tensors
 from triforce.hf.convert import convert_gguf
+from triforce.hf.gguf import GGUF
 from triforce.hf.tokenizer import Tokenizer
 from triforce.hf.vocabulary import read_sentencepiece
 
@@ -90,6 +91,22 @@ def test_gemma_stores_its_norms_shifted(tmp_path):
     """And names no layers: the sixth of six sees all keys."""
     theirs = write(tmp_path / "m.gguf", "Gemma 3 270M", layer_types=["sliding_attention"] * 2,
                    fields={**BYTES, "gemma3.attention.sliding_window": 40})
+    out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
+    torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_is_wide_and_ends_a_turn(tmp_path):
+    """float16 ends where its hidden states go on."""
+    tokens = {"tokenizer.ggml.tokens": ["a", "b", "<end_of_turn>", "ab"]}
+    write(tmp_path / "m.gguf", "Gemma 3 270M", layer_types=["sliding_attention"] * 2,
+          fields={**BYTES, **tokens, "gemma3.attention.sliding_window": 40})
+    file = GGUF(tmp_path / "m.gguf")
+    assert file.dtype == torch.bfloat16 and 2 in file.eos_ids()
+
+
+def test_a_llama_with_a_window_is_a_mistral(tmp_path):
+    theirs = write(tmp_path / "m.gguf", "Mistral 0.1", sliding_window=40,
+                   fields={**BYTES, "llama.attention.sliding_window": 40})
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
 

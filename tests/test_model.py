@@ -32,7 +32,10 @@ def test_whose_window_slides():
     window = {"sliding_window": 128, "max_position_embeddings": 256}
     for family, more, layers in (("Mistral", {}, (0, 1)), ("Mistral", {"sliding_window": None}, ()),
                                  ("Qwen2", {}, ()), ("Qwen2", {"use_sliding_window": False}, ()),
-                                 ("Qwen2", {"use_sliding_window": True}, (0, 1)),
+                                 ("Qwen2", {"use_sliding_window": True}, ()),  # transformers: from the 28th on
+                                 ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, (0, 1)),
+                                 ("Mistral", {"sliding_window": 256}, ()),  # as long as the model
+                                 ("Llama", {}, ()), ("Glm", {"head_dim": 16}, ()),  # which do not read it
                                  ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}, (1,)),
                                  ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, ()),
                                  ("Qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, ()),

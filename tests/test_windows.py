@@ -32,11 +32,15 @@ def models(request):
 
 
 @pytest.mark.parametrize("rows,keys,window", [(1, 1, 5), (3, 40, 7), (70, 100, 30), (1100, 1300, 33), (600, 600, 700)])
-def test_attention_within_a_window(rows, keys, window):
+def test_attention_within_a_window(rows, keys, window, monkeypatch):
     q, k, v = (torch.randn(2, heads, n, 8) for heads, n in ((4, rows), (2, keys), (2, keys)))
     at, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)
     seen = (key <= at) & (key > at - window)
+    counts, masked = [], attention.masked
+    monkeypatch.setattr(attention, "masked", lambda q, k, *rest, **how: counts.append(k.shape[2]) or masked(
+        q, k, *rest, **how))
     out, lse = attention.windowed(q, k, v, window)
+    assert all(count % 8 == 0 for count in counts[1:])  # or no fused kernel takes them; the first may begin the text
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
@@ -148,6 +152,19 @@ def test_a_seeds_text(models, how):
         assert texts[0].tokens == texts[1].tokens and texts[0].stats.target_forwards < 40
 
 
+@pytest.mark.parametrize("window", [4, 12])
+def test_paths_of_a_tree_are_cut_by_a_window(window):
+    """Of one that is shorter than a block."""
+    config = ModelConfig(VOCAB, 32, 2, 4, 2, 8, 48, sliding_layers=(0,), sliding_window=window)
+    target = Transformer.random(config, std=0.2)
+    state = make_state(target, None, [random_prompt(200)], rule="coupled", tree_size=64, block_size=16, gamma=8)
+    while len(state.texts()[0]) < 260:
+        state.round()
+    logits = dense_logits(target, torch.tensor([state.texts()[0]]))[0]
+    assert logits[199:-1].argmax(-1).tolist() == state.texts()[0][200:]
+    assert state.hierarchy.outer.totals[0, 0] >= 5
+
+
 def test_a_conversation_goes_back(models):
     """All keys are kept, so a text that is taken back behind a window's length goes on as a new one."""
     engine, twin = (make_engine(*models, flush_interval=16, chunk_size=4, budget=64) for _ in range(2))
@@ -174,8 +191,22 @@ def test_what_a_draft_attends_to():
             text += emitted[row]
 
 
+def test_a_window_that_holds_all_that_a_draft_keeps_hides_nothing():
+    """What it keeps is a text of its own: the sink lies right before the newest tokens."""
+    laws = []
+    for layers in ((), (0, 1)):
+        config = ModelConfig(VOCAB, 16, 2, 2, 2, 8, 32, sliding_layers=layers, sliding_window=64 if layers else None)
+        draft = Transformer.random(config, seed=1, std=0.3)
+        state = make_state(models_of("some")[0], draft, [random_prompt(200)], retrieval=False, draft_window=24, gamma=3,
+                           sampling={"temperature": 0.8})
+        for _ in range(3):
+            state.round(DraftPlan(3, "model"))
+        laws.append(state.hierarchy.outer.draft_probs[0, :3].clone())
+    torch.testing.assert_close(*laws, atol=1e-6, rtol=1e-4)
+
+
 def test_offload_is_refused(tmp_path):
     theirs = build("Mistral 0.1")
-    folder = save(theirs, config_json("Mistral 0.1"), tmp_path / "model")
-    with pytest.raises(UserError, match="2 of this one see the newest 512; leave out --offload"):
+    folder = save(theirs, {**config_json("Mistral 0.1"), "sliding_window": 40}, tmp_path / "model")
+    with pytest.raises(UserError, match="2 of this one see the newest 40; leave out --offload"):
         triforce.load(folder, offload=True, device="cpu", draft=False)

@@ -83,8 +83,9 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> State:
     S - M + i, and sees the newest `window` keys up to it."""
     count, ahead, parts = q.shape[2], k.shape[2] - q.shape[2], []
     for start in range(0, count, MANY):
-        rows = torch.arange(ahead + start, ahead + min(start + MANY, count), device=q.device)[:, None]
-        near = slice(max(ahead + start - window + 1, 0), ahead + min(start + MANY, count))
+        first, stop = ahead + start - window + 1, ahead + min(start + MANY, count)
+        rows = torch.arange(ahead + start, stop, device=q.device)[:, None]
+        near = slice(max(first - (first - stop) % 8, 0), stop)  # a number of keys that the fastest kernel takes
         key = torch.arange(near.start, near.stop, device=q.device)
         bias = fold_mask(((key <= rows) & (key > rows - window))[None], q.shape[1] // k.shape[1], q.dtype)
         here = q[:, :, start : start + MANY]

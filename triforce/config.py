@@ -169,9 +169,9 @@ class Settings(Options):
     flush_interval: int | None = option(
         None, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)",
         whole(1, 128), type=int)
-    draft_sink: int = option(4, "first tokens that a streaming draft keeps (default 4)", whole(0, 4), type=int)
+    draft_sink: int = option(4, "first tokens that a draft model keeps (default 4)", whole(0, 4), type=int)
     draft_window: int | None = option(
-        None, "newest tokens that a streaming draft attends to (default: an eighth of the positions of its "
+        None, "newest tokens that a draft model attends to (default: an eighth of the positions of its "
         "config.json, between 256 and 4096)", whole(1, 256), type=int)
     prefill_chunk_size: int | None = option(
         None, "tokens prefilled at a time (default: 1024, on a GPU 8192; multiples of 128 are fastest there)",

@@ -209,9 +209,8 @@ class RotaryEmbedding(nn.Module):
 
     def of_layer(self, i: int, cos, sin) -> tuple[Tensor, Tensor]:
         """What turns the queries and keys of layer i, out of what there is for each kind."""
-        config = self.config
-        kind = config.sliding_theta is not None and i in config.sliding_layers
-        kind = -1 if i in config.nope_layers else int(kind)
+        of = self.config
+        kind = -1 if i in of.nope_layers else int(of.sliding_theta is not None and i in of.sliding_layers)
         return cos[kind], sin[kind]
 
 
@@ -247,8 +246,7 @@ class ShiftedNorm(nn.RMSNorm):
 
 def make_norm(config: ModelConfig, dim: int, wanted: bool = True) -> nn.Module:
     """Identity where none is wanted."""
-    norm = ShiftedNorm if config.shifted_norms else nn.RMSNorm
-    return norm(dim, config.norm_eps) if wanted else nn.Identity()
+    return (ShiftedNorm if config.shifted_norms else nn.RMSNorm)(dim, config.norm_eps) if wanted else nn.Identity()
 
 
 class Attention(nn.Module):

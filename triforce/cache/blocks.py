@@ -69,7 +69,7 @@ def _window_geometry(start: Tensor, prefix_len: Tensor, base: int, held: int, ta
     tail = seen & (prefix_len[:, None, None] + torch.arange(tail_slots, device=device) > oldest)
     place = (prefix_len - base - held)[:, None] + torch.arange(held, device=device)
     own = (place >= 0)[:, None] & ((place + base)[:, None] > oldest)
-    common = torch.arange(max(base - config.sliding_window, 0), base, device=device) > oldest
+    common = torch.arange(max(base - -(-config.sliding_window // 8) * 8, 0), base, device=device) > oldest
     return place.clamp(min=0), [attention.fold_mask(x, config.query_group, dtype) for x in (tail, own, common)]
 
 
@@ -98,11 +98,14 @@ class TargetBlock:
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
-        self.ragged_bias = self.is_empty = None
+        self.ragged_bias = self.is_empty = self.near_path_bias = None
         if cache.config.sliding_layers:
             held = min(aligned(cache.config.sliding_window), cache.capacity - cache.prefix.base)
             self.places, self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
                 start, cache.prefix.len, cache.prefix.base, held, tail.slots, tree, cache.config, tail.whole.dtype)
+            if self.path_bias is not None:  # from the newest token of a path to the oldest
+                self.near_path_bias = self.path_bias.clone()
+                self.near_path_bias[..., cache.config.sliding_window :] = float("-inf")
         if view.length_on_device:
             self.is_empty = (view.own_len == 0)[:, None, None] if extent.longest > extent.dense else None
         elif extent.longest > extent.dense:
@@ -117,6 +120,7 @@ class TargetBlock:
         layer.queries = self.cache.queries[i] if self.keep_queries else None
         if i in self.cache.config.sliding_layers:  # it reads the prefix's newest keys, whatever the view
             layer.near, layer.bias, layer.alone, layer.waits = tail.kv[i], self.window_biases[0], False, False
+            layer.path_bias = self.near_path_bias
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:

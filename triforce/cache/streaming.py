@@ -64,8 +64,8 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     (key_cos, key_sin), (cos, sin) = ([table[:, rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
-    seen = (held <= positions) & recent
-    biases = [attention.fold_mask(x, group, dtype) for x in (seen, seen & (held > positions - sliding_window))]
+    seen, near = (held <= positions) & recent, ranks[0][:, None] > ranks[1][..., None] - sliding_window
+    biases = [attention.fold_mask(x, group, dtype) for x in (seen, seen & near)]
     return key_cos[:, :, None], key_sin[:, :, None], cos[:, :, None], sin[:, :, None], slots, biases
 
 

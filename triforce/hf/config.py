@@ -73,7 +73,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         mlp_bias=fields.get("mlp_bias", FLAG, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma),
         architecture=architecture,
-        **(windows := _windows(fields, architecture)),
+        **(windows := _windows(fields, architecture, positions)),
         sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields) if has_experts else {}),
@@ -92,7 +92,7 @@ def text_part(hf: dict) -> dict:
     """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default."""
     if hf.get("model_type") != "gemma3" or not isinstance(hf.get("text_config"), dict):
         return hf
-    said = {key: value for key, value in {**hf, **hf["text_config"]}.items() if value is not None}
+    said = {key: value for part in (hf, hf["text_config"]) for key, value in part.items() if value is not None}
     return {**GEMMA, **said, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
@@ -125,14 +125,16 @@ def _architecture(fields: Fields) -> str:
     return architecture
 
 
-def _windows(fields: Fields, architecture: str) -> dict:
+def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     smol = architecture == "SmolLM3ForCausalLM"
-    if window is None or (qwen or smol) and not fields.get("use_sliding_window", FLAG, False):
+    unread = architecture in ("LlamaForCausalLM", "GlmForCausalLM")  # in transformers, too
+    unread |= (qwen or smol) and not fields.get("use_sliding_window", FLAG, False)
+    if window is None or unread or window >= positions and architecture not in PATTERNS:
         return {}
     if types and (qwen or smol or architecture in (*PATTERNS, "MinistralForCausalLM")):  # others: one of all layers
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
@@ -144,7 +146,7 @@ def _windows(fields: Fields, architecture: str) -> dict:
         layers = _nope_layers(fields)
     else:
         by_index = qwen and architecture != "Qwen3MoeForCausalLM"
-        layers = range(fields.get("max_window_layers", whole(0, 2**31), 0) if by_index else 0, count)
+        layers = range(fields.get("max_window_layers", whole(0, 2**31), 28) if by_index else 0, count)
     return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
 
 

@@ -63,8 +63,8 @@ def weights_fingerprint(model: Transformer) -> str:
 
 def _combine(config: ModelConfig, samples: list) -> str:
     # Fields that are in no repr count where they say something.
-    more = [getattr(config, one.name) for one in fields(config) if not one.repr]
-    text = repr((replace(config, dtype=None), samples)) + ", ".join(map(repr, filter(None, more)))
+    more = [x for one in fields(config) if not one.repr and (x := getattr(config, one.name)) != one.default]
+    text = repr((replace(config, dtype=None), samples)) + ", ".join(map(repr, more))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 

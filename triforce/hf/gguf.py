@@ -20,10 +20,10 @@ from .vocabulary import llama_pipeline, merges_of, surround
 
 # By their names here, those in config.json. Files of Mistral call themselves llama.
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
-GEMMA_27B = 62  # layers; its queries have a scale of their own, which a file does not say
 COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>")  # end a text, if special
+# They end a text, if special.
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>")
 # How a byte-level tokenizer cuts words, by its name in the file: digits at a time.
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
          r"|\s+")
@@ -75,24 +75,23 @@ class GGUF:
             raise UserError(f"keys have {head} dimensions and values {values}; they must have equally many")
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
+        window = self.value("attention.sliding_window", COUNT, 0) or None
+        kind = "mistral" if window and self.kind == "llama" else FAMILIES[self.kind]
         config = {
-            "architectures": [ARCHITECTURES[FAMILIES[self.kind]]], "model_type": FAMILIES[self.kind],
-            "vocab_size": int(rows),
+            "architectures": [ARCHITECTURES[kind]], "model_type": kind, "vocab_size": int(rows),
             "hidden_size": dim, "num_hidden_layers": self.value("block_count", COUNT), "num_attention_heads": heads,
             "num_key_value_heads": self.value("attention.head_count_kv", COUNT, heads), "head_dim": head,
             "intermediate_size": self.value("feed_forward_length", COUNT), "hidden_act": "silu",
             "rms_norm_eps": self.value("attention.layer_norm_rms_epsilon", POSITIVE),
             "rope_theta": self.value("rope.freq_base", POSITIVE, 10000.0),
             "max_position_embeddings": self.value("context_length", COUNT),
-            "num_local_experts": self.value("expert_count", COUNT, 0) or None,
+            "num_local_experts": self.value("expert_count", COUNT, 0) or None, "sliding_window": window,
             "attention_bias": self.kind == "llama" and "blk.0.attn_q.bias" in self.tensors,
-            "sliding_window": self.value("attention.sliding_window", COUNT, 0) or None,
             "tie_word_embeddings": "output.weight" not in self.tensors, **self._rope_scaling()}
         if rotated != head:
             config["partial_rotary_factor"] = rotated / head
-        if self.kind == "gemma3":
-            is_27b = config["num_hidden_layers"] == GEMMA_27B
-            config["query_pre_attn_scalar"] = dim // heads if is_27b else head
+        if self.kind == "gemma3":  # the 27B, of 62 layers, has a scale of its own, which a file does not say
+            config["query_pre_attn_scalar"] = dim // heads if config["num_hidden_layers"] == 62 else head
         return {key: value for key, value in config.items() if value is not None}
 
     def _rope_scaling(self) -> dict:
@@ -126,7 +125,7 @@ class GGUF:
     def dtype(self) -> torch.dtype:
         """That keeps the most of the file's numbers: bfloat16's range only where the file has it."""
         kinds = {tensor.tensor_type.name for tensor in self.tensors.values()}
-        return torch.bfloat16 if "BF16" in kinds else torch.float16
+        return torch.bfloat16 if "BF16" in kinds or self.kind == "gemma3" else torch.float16
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face's name, tensor in float32), one in memory at a time."""

@@ -100,11 +100,10 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
     """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, and
     scales are spread over the blocks of the table. What does not fit the table stays as it is."""
     # Old checkpoints store RoPE's frequencies. An input_scale is one for all inputs ever: they are scaled row by row.
-    if ".rotary_emb." in name or (config.float8 is not None and name.endswith(".input_scale")):
+    is_image = name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+    if ".rotary_emb." in name or is_image or (config.float8 is not None and name.endswith(".input_scale")):
         return {}
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.")  # of a Gemma 3 with images
-    if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
-        return {}
     if name == OUTPUT and OUTPUT not in table:  # a tied one, perhaps beside the embedding
         return {} if EMBEDDING in stored else {EMBEDDING: tensor}
     for ending in SCALES if config.float8 is not None else ():

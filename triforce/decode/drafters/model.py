@@ -61,19 +61,17 @@ class ModelDrafter(Drafter):
         """Takes in the first tokens of these rows. lengths: their numbers. Rows ascend."""
         alike, most = defaultdict(list), self.cache.num_sink + self.cache.window_size
         for row, length in lengths.items():
-            known = self._seen[row]
+            known, self._seen[row] = self._seen[row], 0  # an interrupt leaves what has to be read anew
             if known == 0 or length - known >= self.cache.window_size:  # nothing stays
                 alike[min(length, most)].append(row)
                 continue
-            part = self.cache.part(slice(row, row + 1))
             for start in range(known, length, self.cache.slack):
                 tokens = self.tape.tokens[row, None, start : min(start + self.cache.slack, length)]
                 at = torch.full((1,), start, device=tokens.device)
-                self.model(tokens, StreamingBlock(part, at, tokens.shape[1]))
-        alike.pop(0, None)
-        for count, members in alike.items():
+                self.model(tokens, StreamingBlock(self.cache.part(slice(row, row + 1)), at, tokens.shape[1]))
+        for count in filter(None, alike):
             together = max(self.prefill_chunk_size // count, 1)  # rows side by side
-            for run in runs(members):
+            for run in runs(alike[count]):
                 for first in range(run.start, run.stop, together):
                     some = range(first, min(first + together, run.stop))
                     self._take_in_anew(slice(first, some.stop), [lengths[row] for row in some], count)
