@@ -26,7 +26,7 @@ def models_of(kind: str, dtype=torch.float32, std: float = 0.2):
     return [Transformer.random(config, seed=i, std=std, dtype=dtype) for i, config in enumerate((target, draft))]
 
 
-@pytest.fixture(scope="module", params=[*KINDS])
+@pytest.fixture(scope="module", params=["some", *slow("all")])
 def models(request):
     return models_of(request.param)
 
@@ -54,7 +54,7 @@ FAMILIES = {"Gemma 3": {}, "Gemma 3 270M": {}, "OLMo 3": {}, "Mistral 0.1": {}, 
             "SmolLM3": {"use_sliding_window": True}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*list(FAMILIES)[::2], *slow(*list(FAMILIES)[1::2])])
 def test_a_family_equals_transformers_beyond_its_window(family, tmp_path):
     more = {**FAMILIES[family], "sliding_window": WINDOW}
     theirs = build(family, **more)
@@ -152,7 +152,7 @@ def test_a_seeds_text(models, how):
         assert texts[0].tokens == texts[1].tokens and texts[0].stats.target_forwards < 40
 
 
-@pytest.mark.parametrize("window", [4, 12])
+@pytest.mark.parametrize("window", [4, *slow(12)])
 def test_paths_of_a_tree_are_cut_by_a_window(window):
     """Of one that is shorter than a block."""
     config = ModelConfig(VOCAB, 32, 2, 4, 2, 8, 48, sliding_layers=(0,), sliding_window=window)
