@@ -7,6 +7,7 @@ A promise of the whole library, not of one module.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from conftest import bits, make_engine, make_state, random_pair, random_prompt, 
 from torch import nn
 
 from triforce import attention
-from triforce.cpu import Linear, PackedPrefix, SiLU, adapt, pack_weights, row_unit
+from triforce.cpu import GELU, Linear, PackedPrefix, SiLU, adapt, pack_weights, row_unit
 from triforce.decode.plan import AUTOREGRESSION
 from triforce.model import ModelConfig, Transformer
 
@@ -49,11 +50,13 @@ def same(y: torch.Tensor, dim: int = 2) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ffn_dim", [704, 1408, 5632, 8960, 11008, 14336])
 def test_the_gate(ffn_dim, dtype):
+    kinds = (SiLU(), nn.functional.silu), (GELU("tanh"), partial(nn.functional.gelu, approximate="tanh"))
     for rows in ROWS:
         gate, up = rows_of(1, 2 * ffn_dim, rows=rows, dtype=dtype).chunk(2, -1)
-        y = SiLU()(gate) * up
-        assert same(y, 1)
-        torch.testing.assert_close(y, nn.functional.silu(gate) * up)
+        for activate, plain in kinds:
+            y = activate(gate) * up
+            assert same(y, 1)
+            torch.testing.assert_close(y, plain(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

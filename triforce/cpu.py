@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from . import attention
 from .config import CPU_ROWS
 
-SHARE = 32768  # elements: a loop shares no fewer out to several threads
+SHARE = 16384  # elements: no loop shares so few out to several threads; one of GELU begins at 20,000
 PACK_FROM = 2**17  # elements of a weight; below, the fixed cost of a oneDNN call is more than it saves
 MIN_TOKENS = 4096  # of a prefix that is packed; below, an attention takes no time
 MIN_ROWS = 3  # of queries over a packed prefix
