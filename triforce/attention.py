@@ -70,7 +70,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
         return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
         return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
-    return _kernel(q)(q, k, v, False)
+    kernel = _kernel(q)
+    if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
+        count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
+        if count < len(q):
+            states = [kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)]
+            return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+    return kernel(q, k, v, False)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:

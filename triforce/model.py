@@ -265,9 +265,8 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # [B, M, H + 2K, D]
         if self.normed:
             q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], 2)
-            size = self.q_norm.normalized_shape[0], self.k_norm.normalized_shape[0]  # of a head, or of all together
-            q, k = (norm(x.reshape(*x.shape[:2], -1, n)).view_as(x)
-                    for norm, x, n in zip((self.q_norm, self.k_norm), (q, k), size, strict=True))
+            q, k = (norm(x.reshape(*x.shape[:2], -1, *norm.normalized_shape)).view_as(x)  # a head, or all together
+                    for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             heads = torch.cat([q, k, v], 2)
         return heads.transpose(1, 2)
 

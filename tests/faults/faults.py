@@ -144,7 +144,7 @@ FAULTS = [
           cond("before", False), "greedy -k appending"),
     Fault("view-mask", "cache.blocks:_view_bias", "a row of a batch sees one key more than it has", op("<", "<="),
           "cache -k ragged"),
-    Fault("tail-mask", "cache.blocks:_seen_of_tail", "a token sees the one after it", op("<", "<="),
+    Fault("tail-mask", "cache.blocks:_target_geometry", "a token sees the one after it", op("<", "<="),
           "cache -k prefill_and_rounds"),
     Fault("packed-twice", "cache.blocks:TargetBlock.read", "the prompt's keys count twice", unset("start", 2),
           "cache -k packed"),

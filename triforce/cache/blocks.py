@@ -29,7 +29,8 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     """What all layers of a block share: cos, sin [kinds, B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T];
     for a tree whose rows see their paths apart, the paths' slots [B, M, P] and bias [B, 1, 1, M, P], else None. Values
     have angles of 0, so that one operation turns all heads of a token. tree: what has a `Layout`. view_len [B], room:
-    length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
+    length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias. And what
+    `_window_geometry` goes by, where layers have windows: the rows' positions [B, M], and what they see of the tail.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     positions = start[:, None] + layout.depths  # [B, M]
@@ -39,34 +40,27 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
                            torch.full_like(table, value)[:, :, :, None].expand(-1, -1, -1, still, -1)], 3)
                 .transpose(2, 3) for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
     slots, group = first[:, None] + layout.slots, config.query_group
-    seen, path = _seen_of_tail(first, layout, tail_slots)
+    slot = torch.arange(tail_slots, device=start.device)
+    seen = slot < (first[:, None] + layout.before)[..., None]  # [B, M, T]
+    path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]
+    if path is not None and not layout.apart:
+        seen = seen | (path[..., None] == slot).any(2)
+    windows = (positions, seen) if config.sliding_layers else None
     bias = attention.fold_mask(seen, group, dtype)
     if room:
         bias = torch.cat([_view_bias(view_len, 0, room, tree.rows, group, dtype), bias], -1)
     if not layout.apart:
-        return cos, sin, slots + room, bias, None, None
+        return cos, sin, slots + room, bias, None, None, windows
     own = torch.where(path >= 0, 0.0, float("-inf"))[:, None, None]
-    return cos, sin, slots + room, bias, path.clamp(min=0) + room, own
+    return cos, sin, slots + room, bias, path.clamp(min=0) + room, own, windows
 
 
-def _seen_of_tail(first: Tensor, layout, tail_slots: int) -> tuple[Tensor, Tensor | None]:
-    """Which slots each row sees, [B, M, T], and the slots of its path, [B, M, P], if that is not said by `before`."""
-    slot = torch.arange(tail_slots, device=first.device)
-    seen = slot < (first[:, None] + layout.before)[..., None]
-    path = None if layout.path is None else first[:, None, None] + layout.path
-    if path is not None and not layout.apart:
-        seen = seen | (path[..., None] == slot).any(2)
-    return seen, path
-
-
-def _window_geometry(start: Tensor, prefix_len: Tensor, base: int, held: int, tail_slots: int, tree,
-                     config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _window_geometry(positions: Tensor, seen: Tensor, prefix_len: Tensor, base: int, held: int, config: ModelConfig,
+                     dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """What layers with a window share: the places of the newest `held` keys of each row's own prefix [B, held], and
     biases [B, 1, G * M, n] over the tail, over those keys, and over the newest of what all rows share."""
-    layout, device = tree.layout(start.device), start.device
-    oldest = (start[:, None] + layout.depths - config.sliding_window)[..., None]  # [B, M, 1]: no longer seen
-    seen, _ = _seen_of_tail(start - prefix_len, layout, tail_slots)
-    tail = seen & (prefix_len[:, None, None] + torch.arange(tail_slots, device=device) > oldest)
+    device, oldest = seen.device, (positions - config.sliding_window)[..., None]  # [B, M, 1]: no longer seen
+    tail = seen & (prefix_len[:, None, None] + torch.arange(seen.shape[2], device=device) > oldest)
     place = (prefix_len - base - held)[:, None] + torch.arange(held, device=device)
     own = (place >= 0)[:, None] & ((place + base)[:, None] > oldest)
     common = torch.arange(max(base - -(-config.sliding_window // 8) * 8, 0), base, device=device) > oldest
@@ -95,14 +89,14 @@ class TargetBlock:
         self.waits = view.joined and view.follows  # `read` attends to the tail, once the view before it is chosen
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True, on_piece=on_piece)
         tail, room = cache.tail, cache.tail.room if view.joined else 0
-        self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
+        self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias, windows = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = self.near_path_bias = None
         if cache.config.sliding_layers:
             held = min(aligned(cache.config.sliding_window), cache.capacity - cache.prefix.base)
             self.places, self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
-                start, cache.prefix.len, cache.prefix.base, held, tail.slots, tree, cache.config, tail.whole.dtype)
+                *windows, cache.prefix.len, cache.prefix.base, held, cache.config, tail.whole.dtype)
             if self.path_bias is not None:  # from the newest token of a path to the oldest
                 self.near_path_bias = self.path_bias.clone()
                 self.near_path_bias[..., cache.config.sliding_window :] = float("-inf")

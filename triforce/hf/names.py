@@ -74,10 +74,9 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
 def norm_names(config: ModelConfig) -> dict[str, str]:
     """Our norms of a layer by the names that a family gives them: what comes before the MLP has the name of what comes
     after attention, unless there is such a norm, too."""
-    before = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    before = {"attention_norm": "input_layernorm",
+              "mlp_norm": "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"}
     after = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
-    if config.pre_norm and config.post_norm:
-        before["mlp_norm"] = "pre_feedforward_layernorm"
     return (before if config.pre_norm else {}) | (after if config.post_norm else {})
 
 
