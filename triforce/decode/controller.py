@@ -96,7 +96,7 @@ class Costs:
         parts |= {("growth", 1): growth} if growth is not None else {}
         for name, both in (sources or {}).items():
             parts |= {(name, "first"): both[0], (name, "further"): both[1]}
-        self.sources, self.preparing = list(sources or {}), preparing
+        self.sources, self.preparing, self.has_view = list(sources or {}), preparing, bool(retrieval)
         self.number = {part: i for i, part in enumerate(parts)}
         self.values = np.maximum(list(parts.values()), 1e-6)
         self.seen, self.age = np.full(len(parts), seen), np.zeros(len(parts))
@@ -108,10 +108,6 @@ class Costs:
 
     def __getitem__(self, part: tuple) -> float:
         return float(self.values[self.number[part]])
-
-    @property
-    def has_view(self) -> bool:
-        return bool(self._sizes["retrieval"])
 
     def step(self, what: str, rows: int) -> tuple:
         """The part that a step of a number of rows is."""
@@ -196,9 +192,6 @@ class Controller:
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
     SHORT = 4  # most tokens, or twice the most rounds of the retrieval level, of plans with an unseen part
-    # A longer plan with a part that no round has shown is tried if its drafting takes at most this share of a verify,
-    # where each unseen step counts UNSURE milliseconds more than its guess.
-    CHEAP, UNSURE = 0.2, 2.0
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  leaves: tuple[bool, bool] = (False, False), trees: tuple[int, int] | None = None,
@@ -250,11 +243,10 @@ class Controller:
         """
         costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()} | known
         believed, tokens = costs.believed, self._tokens(rates)
-        drafting, checking = self._drafting @ believed, self._checking @ believed
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
-        times, new = (drafting + checking) / tokens + preparing, self._drafting @ (costs.seen == 0)  # not shown yet
-        is_dear = (new > 0) & (drafting + self.UNSURE * new > self.CHEAP * checking)
-        times[is_dear & (self._is_long | ~costs.seen.any())] = np.inf  # without any evidence, all that drafts
+        times = (self._drafting + self._checking) @ believed / tokens + preparing
+        is_new = self._drafting @ (costs.seen == 0) > 0  # a part was not shown yet
+        times[is_new & (self._is_long | ~costs.seen.any())] = np.inf  # without any evidence, all that drafts
         times[0] *= self.CERTAIN
         best, now = int(times.argmin()), self._number[replace(self.plan, branches=0)]
         if times[best] > self.STAY * times[now]:
