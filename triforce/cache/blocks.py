@@ -243,7 +243,7 @@ class PrefillBlock:
         """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         q = rotate(q, self.cos, self.sin)
-        rotate(k, self.cos, self.sin, out=self.k)
+        self.k.copy_(rotate(k, self.cos, self.sin))
         self.v.copy_(v)
         return q, []
 

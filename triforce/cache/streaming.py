@@ -49,7 +49,7 @@ def _slots(positions: Tensor, num_sink: int, ring: int) -> Tensor:
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
                         sliding_window: int, group: int, dtype: torch.dtype):
     """What all layers share: cos, sin of the keys [kinds, B, 1, capacity, D] and of the rows [kinds, B, 1, M, D], slots
-    [B, M], and two biases [B, 1, G * M, capacity] of a dtype, the second one of layers with a window of their own.
+    [B, M], and biases [B, 1, G * M, capacity] of a dtype, a second one where layers have a window of their own.
     angles: those of every rank, [kinds, capacity, D] each."""
     capacity = angles[0].shape[1]
     ring = capacity - num_sink
@@ -64,8 +64,9 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     (key_cos, key_sin), (cos, sin) = ([table[:, rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
-    seen, near = (held <= positions) & recent, ranks[0][:, None] > ranks[1][..., None] - sliding_window
-    biases = [attention.fold_mask(x, group, dtype) for x in (seen, seen & near)]
+    seen = (held <= positions) & recent
+    near = [seen & (ranks[0][:, None] > ranks[1][..., None] - sliding_window)] if sliding_window else []
+    biases = [attention.fold_mask(x, group, dtype) for x in (seen, *near)]
     return key_cos[:, :, None], key_sin[:, :, None], cos[:, :, None], sin[:, :, None], slots, biases
 
 
@@ -76,8 +77,8 @@ class StreamingBlock:
         self.cache, self.compiled, config = cache, compiled, cache.config
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.biases = compiled(_streaming_geometry)(
-            cache.angles, start, rows, cache.num_sink, cache.window_size, config.sliding_window or 0,
-            config.query_group, cache.k[0].dtype)
+            cache.angles, start, rows, cache.num_sink, cache.window_size,
+            config.sliding_window if config.sliding_layers else 0, config.query_group, cache.k[0].dtype)
 
     def layer(self, i: int) -> "StreamingBlock":
         layer = copy.copy(self)
