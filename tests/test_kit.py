@@ -85,7 +85,7 @@ def test_where_nothing_fits_both_numbers_stand(tmp_path, capsys):
     flags = ["--checkpoint", str(tmp_path), "--prompt-len", "40000", "--memory"]
     assert cli.main(["plan", *flags, "4GiB"]) == 1
     page = " ".join(capsys.readouterr().out.split())
-    assert "| memory of one GPU | 4.00 |" in page and "| longest prompt that fits | 0 |" in page
+    assert "| memory of one GPU | 4.00 |" in page and "| longest prompt (memory ends it) | 0 |" in page
     assert "It does not fit" in page and "- target weights: --dtype, --weights fp8" in page
     needed = planned(capsys, *flags, "80GiB")[1]["bytes"]
     flags += [str(needed - 2**26), "--host-memory", "0.1GiB"]

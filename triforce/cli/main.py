@@ -241,5 +241,6 @@ def main(argv: list[str] | None = None) -> int:
         rank = int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
         if rank:  # rank 0 reports what all of them find, which ends the others
             time.sleep(1)
-        say(f"rank {rank}: error: {told}" if rank else f"error: {told}")
+        told = f"rank {rank}: error: {told}" if rank else f"error: {told}"
+        say(textwrap.fill(told, 79, break_long_words=False, break_on_hyphens=False) if sys.stderr.isatty() else told)
         return 2

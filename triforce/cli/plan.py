@@ -159,7 +159,7 @@ def record(job: Job, machine: Machine) -> dict:
         "name": "plan", **next((one for one in needs if one["fits"]), needs[-1]), **vars(machine),
         "device": str(machine.device), "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens,
         "rows": job.rows, "on_chip_bytes": needs[0]["bytes"],
-        "longest_prompt": max(longest_prompt(way, machine) for way in ways)}
+        "longest_prompt": max(longest_prompt(way, machine) for way in ways), "room": job.room}
 
 
 def page(told: dict) -> str:
@@ -172,7 +172,8 @@ def page(told: dict) -> str:
         rows += [("in host memory", gib(told["host_bytes"])), ("free on the host", gib(told["host_memory"]))]
     rows += [(f"layers of the KV cache on the {noun}", f"{told['resident_layers']} of {told['layers']}"),
              ("tokens of the view (--budget)", f"{told['budget']:,}"),
-             ("longest prompt that fits", f"{told['longest_prompt']:,}")]
+             (f"longest prompt ({'model' if told['longest_prompt'] == told['room'] else 'memory'} ends it)",
+              f"{told['longest_prompt']:,}")]
     what = f"{told['prompt_len']:,} prompt tokens and {told['max_new_tokens']:,} new ones in {told['dtype']}"
     what += f", {told['rows']} prompts side by side" * (told["rows"] > 1)
     what += f", on each of {told['gpus']} GPUs" * (told["gpus"] > 1)

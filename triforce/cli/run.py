@@ -139,7 +139,7 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float) -> int:
         sampling = {**given(args, Sampling), "seed": result.stats.seed}
         lines, report["compare"] = compare(engine, item["prompt"], args, sampling, result.stats)
         say("\n" + "\n".join(lines))
-    say("\n" + result.stats.NOTES)
+    say("\n" + result.stats.notes())
     if args.json:
         print(as_json(report), flush=True)
     if not is_whole:
@@ -289,12 +289,9 @@ def wrap(text: str) -> None:
 def introduce(engine, ids, args, request: Request) -> None:
     """Prints the model, the prompt, and how much of the prompt drafts read."""
     budget = engine.resolve_budget(len(ids))
-    about_toy(engine, args, f", {len(ids):,} prompt tokens")
+    about_toy(engine, args, f", {len(ids):,} prompt tokens" + " of CPython's language reference" * request.is_demo)
     if 0 < budget < len(ids) and not args.no_speculation:
         wrap(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
-    if request.is_demo:
-        end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
-        wrap(f"The prompt is the beginning of CPython's language reference. It ends: ... {end[-140:]}")
     say("")
 
 

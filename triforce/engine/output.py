@@ -55,14 +55,19 @@ class Stats:
                 *((f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()),
                 *((f"{name}, checkpoint's", f"{value:g}") for name, value in self.defaults.items())]
 
-    NOTES = """\
-acceptance: of the tokens drafted for a level, the share that it kept; those
-  that follow a rejected one count as not kept.
-target forward: a pass of the whole model over its whole KV cache.
-retrieval rebuild: the tokens that drafts read (the budget) were chosen anew."""
+    def notes(self) -> str:
+        """What the names in the table mean."""
+        return "\n".join(f"{name}: {means}." for name, means in NOTES.items() if name in str(self))
 
     def __str__(self) -> str:
         return as_table(self.rows())
+
+
+NOTES = {
+    "acceptance": "of the tokens drafted for a level, the share that it kept; those\n"
+                  "  that follow a rejected one count as not kept",
+    "target forward": "a pass of the whole model over its whole KV cache",
+    "retrieval rebuild": "the tokens that drafts read (the budget) were chosen anew"}
 
 
 def as_table(rows: list[tuple[str, str]]) -> str:
