@@ -240,8 +240,9 @@ class ShiftedNorm(nn.RMSNorm):
     scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = (1.0 + self.weight.float()) * self.scale
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+        y = F.rms_norm(x.float(), self.normalized_shape, None, self.eps)
+        y = torch.addcmul(y, y, self.weight)
+        return (y if self.scale == 1.0 else y * self.scale).to(x.dtype)
 
 
 def make_norm(config: ModelConfig, dim: int, wanted: bool = True) -> nn.Module:

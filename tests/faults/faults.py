@@ -283,7 +283,7 @@ FAULTS = [
     Fault("window-layers", "hf.config:_windows", "full layers have the window", op("==", "!=", 2),
           "model -k whose_window"),
     Fault("norm-shift", "model:ShiftedNorm.forward", "Gemma's norms have the weights of the file",
-          const(1.0, 0.0), "checkpoint -k 'parity and Gemma'"),
+          arg("addcmul", 0, "y * 0"), "checkpoint -k 'parity and Gemma'"),
     Fault("norm-after", "model:Block.after", "what comes out of attention is not normalised",
           name("attention_out_norm", "mlp_out_norm"), "windows -k 'transformers and OLMo'"),
     Fault("sliding-base", "model:RotaryEmbedding.of_layer", "layers with a window rotate as the others",
