@@ -306,14 +306,14 @@ class Server:
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
         checked = split(sampling, Sampling, what="option")[0][0].rows(1)
         check_biases(checked.logit_bias, self.engine.vocab_size)
-        law = {name: value for name, [value] in vars(checked).items()}
+        drawn = {name: value for name, [value] in vars(checked).items()}
         loop, jobs, queues = asyncio.get_running_loop(), [], []
         for ids in prompts:
             self.engine.check_len(len(ids), limit)
             for i in range(count):
                 queue: asyncio.Queue = asyncio.Queue()
-                seed = law["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
-                jobs.append(Job(ids, limit, stop, logprobs, law | {"seed": seed}, sender(loop, queue)))
+                seed = drawn["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
+                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue)))
                 queues.append(queue)
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)

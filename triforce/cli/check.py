@@ -29,11 +29,12 @@ from ..hf.tokenizer import Tokenizer
 from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import COUNT, FILE, SWITCH, parse_both
+from .main import COUNT, FILE, parse_both
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
 LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where nobody says others
+SECONDS = 180  # that the longest of these prompts may take, about
 # Units in the last place by which two right implementations may differ, times the root of the number of layers, since
 # each layer rounds once more: units of the largest logit, and of a logit's mean size. Half precision adds products in
 # float32 and rounds once. In float32 a thousand numbers are added in any order.
@@ -44,12 +45,11 @@ OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interact
 FLAGS = (
     ("prompt-file", FILE, "the text to continue, repeated where it is too short (default: CPython's reference)"),
     ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU 4,096, 32,768 and "
-     "122,880, as far as they fit)"),
+     "122,880, as far as they fit and take some minutes)"),
     ("new", {**COUNT, "default": 96}, "tokens of a timed call (default 96)"),
     ("far", {"type": int, "metavar": "N"}, f"compare the last {LAST:,} logits of N tokens; 0: none (default: of the "
      "longest prompt)"),
     ("reference", {"metavar": "FOLDER"}, "what transformers loads: the folder that a checkpoint was converted from"),
-    ("quick", SWITCH, f"time the longest prompt alone, and compare {LAST:,} tokens"),
     ("out", {**FILE, "default": "triforce-check.json"}, "the file of JSON (default: triforce-check.json)"))
 
 
@@ -158,6 +158,11 @@ def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
+def rate(device: torch.device) -> float:
+    """Operations a second, about."""
+    return 1e14 if device.type == "cuda" else 4e10 * torch.get_num_threads()
+
+
 def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     """Prompt lengths, ascending. Settings that do not fit each other are found here."""
     most = longest - own.new
@@ -165,9 +170,9 @@ def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     if most < 1 or lengths[-1] > most:
         raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that fit; use {most}")
     job, here = plan.job_of(args), plan.machine_of(str(device))
-    fitting = [length for length in lengths if plan.need(replace(job, prompt_len=length), here)["fits"]]
-    lengths = lengths if own.lengths else fitting or lengths[:1]
-    return lengths[-1:] if own.quick else lengths
+    fitting = [length for length in lengths if plan.need(replace(job, prompt_len=length), here)["fits"]
+               and 10 * job.target.num_parameters * length <= SECONDS * rate(device)]
+    return lengths if own.lengths else fitting or lengths[:1]
 
 
 def page(told: dict) -> str:
@@ -231,7 +236,7 @@ def main(argv: list[str]) -> int:
     config = read_config(folder)
     longest = getattr(args, "max_seq_len", None) or config.max_len
     lengths = lengths_of(own, args, longest, device)
-    far = own.far if own.far is not None else min(lengths[-1], LAST) if own.quick else lengths[-1]
+    far = lengths[-1] if own.far is None else own.far
     if not 0 <= far <= longest:
         raise UserError(f"--far ({far}) must lie between 0 and the {longest} that the model can attend over")
     text = request.read_file("--prompt-file", own.prompt_file) if own.prompt_file else request.default_document()
@@ -240,9 +245,8 @@ def main(argv: list[str]) -> int:
     ids = Tokenizer(folder).encode(text[: 16 * max(far, *lengths)])  # no tokenizer makes longer tokens on average
     begun_anew = -(-max(far, *lengths) // len(ids)) - 1
     ids *= begun_anew + 1
-    rate = 1e14 if device.type == "cuda" else 4e10 * torch.get_num_threads()  # operations a second
-    minutes = math.ceil(2 * config.num_parameters * (2 * far + lengths[-1] + sum(lengths)) / rate / 60)
-    say(f"at {', '.join(map('{:,}'.format, lengths))} tokens, some {minutes} min; less with --lengths or --quick")
+    minutes = math.ceil(2 * config.num_parameters * (2 * far + lengths[-1] + sum(lengths)) / rate(device) / 60)
+    say(f"at {', '.join(map('{:,}'.format, lengths))} tokens, some {minutes} min; less with --lengths")
     records = list(examine(own, args, ids[:far], [ids[:length] for length in lengths], device))
     told = {"checkpoint": str(folder), "device": str(device), "torch": torch.__version__, "triforce": __version__,
             "text": own.prompt_file, "begun_anew": begun_anew, "seconds": time.perf_counter() - begun,

@@ -245,8 +245,8 @@ class Controller:
         believed, tokens = costs.believed, self._tokens(rates)
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
         times = (self._drafting + self._checking) @ believed / tokens + preparing
-        is_new = self._drafting @ (costs.seen == 0) > 0  # a part was not shown yet
-        times[is_new & (self._is_long | ~costs.seen.any())] = np.inf  # without any evidence, all that drafts
+        # Plans with a part that no round has shown: the long ones, and without any evidence all.
+        times[(self._drafting @ (costs.seen == 0) > 0) & (self._is_long | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN
         best, now = int(times.argmin()), self._number[replace(self.plan, branches=0)]
         if times[best] > self.STAY * times[now]:
