@@ -22,7 +22,7 @@ from triforce.cache import prefix as prefix_module
 from triforce.cache.streaming import StreamingBlock, StreamingCache
 from triforce.cache.views import RetrievalView
 from triforce.decode.drafters import model
-from triforce.decode.pilot import RebuildPolicy
+from triforce.decode.pilot import Pilot
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.model import ModelConfig, Transformer
 
@@ -185,7 +185,7 @@ def test_a_view_that_follows_holds_what_a_steps_queries_attend_to(pair, base, ow
 def test_newest_tokens_stay_in_the_view_across_flushes(pair, kind, monkeypatch):
     """After each flush the window, a ring of several intervals, has lost its oldest one, and nothing else has changed,
     in keys and values."""
-    monkeypatch.setattr(RebuildPolicy, "update", lambda *seen: False)  # or a new selection would hide it
+    monkeypatch.setattr(Pilot, "is_due", lambda *seen: False)  # or a new selection would hide it
     state = make_state(*pair, [random_prompt(400), random_prompt(310, seed=1)], budget=256, draft_cache=kind)
     view, full = state.hierarchy.view, state.cache.prefix
     assert view.window_size >= 4 * 16

@@ -46,7 +46,8 @@ def test_kinds_and_ranges(kind, wrong):
 @pytest.mark.parametrize("text, found", [
     ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}', {"temperature": 0.6, "top_p": 0.9}),
     ('{"temperature": 1, "top_k": 20, "min_p": 0.0, "top_p": null}', {"temperature": 1.0, "top_k": 20, "min_p": 0.0}),
-    ('{"do_sample": false, "temperature": 0.6}', {}), ("{}", {}),
+    ('{"do_sample": false, "temperature": 0.6}', {"temperature": 0.0}), ("{}", {}),
+    ('{"do_sample": true, "top_k": 64}', {"temperature": 1.0, "top_p": 1.0, "top_k": 64}),
     *((text, None) for text in ('{"temperature": -1}', '{"temperature": NaN}', '{"top_p": 1.1}',
                                 '{"top_k": 1.5}', '{"min_p": 1}', '{"do_sample": "no", "top_p": 0.5}'))])
 def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
@@ -57,3 +58,10 @@ def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
             generation_defaults(tmp_path)
     else:
         assert generation_defaults(tmp_path) == found
+
+
+def test_what_a_checkpoint_asks_for_in_vain_is_told(tmp_path, caplog):
+    (tmp_path / "generation_config.json").write_text(
+        '{"repetition_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": [7]}')
+    assert generation_defaults(tmp_path) == {}
+    assert "asks for repetition_penalty 1.05, suppress_tokens [7], which no text follows here" in caplog.text

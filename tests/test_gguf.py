@@ -102,6 +102,11 @@ def test_gemma_is_wide_and_ends_a_turn(tmp_path):
           fields={**BYTES, **tokens, "gemma3.attention.sliding_window": 40})
     file = GGUF(tmp_path / "m.gguf")
     assert file.dtype == torch.bfloat16 and 2 in file.eos_ids()
+    write(tmp_path / "n.gguf", "Gemma 3 270M", layer_types=["sliding_attention"] * 2, fields={
+        **BYTES, "gemma3.attention.sliding_window": 40, "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base_swa": 500.0})
+    config = GGUF(tmp_path / "n.gguf").model
+    assert config.sliding_layers == (0,) and config.sliding_theta == 500
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path):
@@ -132,6 +137,9 @@ def test_has_the_weights_that_transformers_reads(tmp_path, family, quantize):
     ("LLaMA-2-7B-32K", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}, ()),
     ("YaRN, of Qwen2.5", {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
                           "qwen2.rope.scaling.original_context_length": 64}, ()),
+    ("YaRN, all fields", {f"llama.rope.scaling.{key}": value for key, value in (
+        ("type", "yarn"), ("factor", 8.0), ("original_context_length", 32), ("yarn_beta_fast", 16.0),
+        ("yarn_beta_slow", 2.0), ("attn_factor", 1.5))}, ()),
     ("Llama 3.1, its band", {}, ("rope_freqs.weight",)),
     ("Phi-4-mini", {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.dimension_count": 12},
      ("rope_factors_long.weight", "rope_factors_short.weight"))])
@@ -171,13 +179,14 @@ def token_fields(folder: Path) -> dict:
     return fields | ({"tokenizer.chat_template": config["chat_template"]} if "chat_template" in config else {})
 
 
-@pytest.mark.parametrize("name", ["sentencepiece, new", "Llama 3", "Qwen"])
+@pytest.mark.parametrize("name", ["sentencepiece, new", "Llama 3", "Qwen", "Phi-3's tokenizer.json"])
 def test_the_tokenizer_is_the_folders(tmp_path, name):
     """200 strings, a conversation, the ids that end a text; words that fill up the vocabulary have no name."""
-    folder = make_folders(tmp_path)[name]
-    fields = token_fields(folder)
+    made, family = make_folders(tmp_path), {"Qwen": "Qwen2.5", "Phi-3's tokenizer.json": "Phi-3-mini-4k"}
+    folder = made[name]
+    fields = token_fields(made["sentencepiece, legacy"] if name.startswith("Phi") else folder)
     tokens = fields["tokenizer.ggml.tokens"]
-    write(tmp_path / "m.gguf", "Qwen2.5" if name == "Qwen" else "Llama 3", fields=fields, vocab_size=len(tokens))
+    write(tmp_path / "m.gguf", family.get(name, "Llama 3"), fields=fields, vocab_size=len(tokens))
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     ours, source = Tokenizer(out), Tokenizer(folder)
     assert len(STRINGS) == 200
@@ -206,6 +215,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize("fields, says", [
     ({"general.architecture": "gemma2"}, "'gemma2' is not supported; supported are llama"),
     ({"split.count": 3}, "one of 3 parts; join them"),
+    ({"qwen2.final_logit_softcapping": 30.0}, "qwen2.final_logit_softcapping 30.0 is not supported"),
     ({"qwen2.expert_count": 8}, "num_local_experts 8 is not supported"),
     ({"qwen2.attention.value_length": 8}, "keys have 16 dimensions and values 8"),
     ({"qwen2.rope.scaling.type": "other", "qwen2.rope.scaling.factor": 2.0}, "rope type 'other'"),

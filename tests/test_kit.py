@@ -1,7 +1,6 @@
 """`triforce plan` and `triforce check`: what they say is what happens, and a fault is found where it is."""
 
 import json
-import os
 import shutil
 import sys
 
@@ -127,12 +126,12 @@ def test_mistakes_get_one_line(argv, text, capsys):
 
 # -- check -------------------------------------------------------------------------------------------------------------
 
-def checked(capsys, tmp_path, *argv) -> tuple[int, dict, str]:
-    file = tmp_path / "check.json"
-    status = cli.main(["check", "--device", "cpu", *argv, "--out", str(file)])
+def checked(capsys, *argv) -> tuple[int, dict, str]:
+    status = cli.main(["check", "--device", "cpu", *argv, "--json"])
     shown = capsys.readouterr()
-    assert file.exists(), shown.err
-    return status, json.loads(file.read_text()), shown.out
+    assert shown.out, shown.err
+    told = json.loads(shown.out)
+    return status, told, check.page(told)
 
 
 @pytest.fixture
@@ -145,12 +144,12 @@ def brief(monkeypatch):
 @pytest.mark.parametrize("parameters,says", [(10**6, "512, 2,048 tokens, some 1"), (10**9, "512 tokens, some 2"),
                                              (7 * 10**9, "512 tokens, some 12")])
 def test_it_says_beforehand_how_long_it_takes(parameters, says, monkeypatch, capsys):
-    """By 8,704 tokens that go through the model, or by 2,048 where those take minutes, at 40 billion operations a second
-    of a core."""
+    """By 8,704 tokens that go through the model, or by 2,048 where those take minutes. A core has 40 billion operations
+    a second."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(ModelConfig, "num_parameters", parameters)
     monkeypatch.setattr(check, "examine", lambda *args: [])
-    assert cli.main(["check", "--device", "cpu", "--out", os.devnull]) == 0
+    assert cli.main(["check", "--device", "cpu"]) == 0
     assert f"at {says} min; less with" in capsys.readouterr().err
 
 
@@ -158,7 +157,7 @@ WAYS = ["draft + view", "draft model", "retrieval view", "n-grams"]
 
 
 def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "500", "--new", "6")
+    status, told, page = checked(capsys, "--lengths", "200", "500", "--new", "6")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and told["passed"] and told["begun_anew"] == 0
     checks = {"logits", *(f"greedy, {way}" for way in WAYS)}
@@ -188,7 +187,7 @@ def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
 def test_a_check_without_transformers_says_what_it_skipped(brief, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "text").write_text("Call me Ishmael. ")
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "--new", "8", "--prompt-file",
+    status, told, page = checked(capsys, "--lengths", "200", "--new", "8", "--prompt-file",
                                  str(tmp_path / "text"))
     assert told["begun_anew"] > 10 and f"begins anew {told['begun_anew']} times" in page
     assert status == 0 and "- logits: -.  transformers failed: " in page and "pip install transformers" in page
@@ -197,7 +196,7 @@ def test_a_check_without_transformers_says_what_it_skipped(brief, capsys, tmp_pa
 
 @pytest.mark.slow
 def test_weights_in_fp8_are_not_set_beside_wider_ones(brief, capsys, tmp_path):
-    status, told, _ = checked(capsys, tmp_path, "--lengths", "300", "--new", "8", "--weights", "fp8")
+    status, told, _ = checked(capsys, "--lengths", "300", "--new", "8", "--weights", "fp8")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and "multiplies in fp8 in another way" in records["logits"]["why"]
     assert records["greedy, retrieval view"]["passed"]
@@ -238,7 +237,7 @@ def first_ids(count: int) -> list[int]:
 
 def test_a_damaged_layer_is_a_failure(folders, brief, capsys, tmp_path):
     made, _ = folders
-    status, told, page = checked(capsys, tmp_path, "--checkpoint", str(made / "layer"), "--reference",
+    status, told, page = checked(capsys, "--checkpoint", str(made / "layer"), "--reference",
                                  str(made / "good"), "--lengths", "200", "--new", "8")
     [failed] = [record for record in told["records"] if record["passed"] is False]
     assert status == 1 and failed["name"] == "logits" and failed["max_difference"] > failed["max_allowed"]
@@ -267,7 +266,7 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
 def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dtype, where, cause, capsys, tmp_path):
     """And nothing is timed that says nothing."""
     made, word = folders
-    status, told, page = checked(capsys, tmp_path, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths",
+    status, told, page = checked(capsys, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths",
                                  "200", "--new", "8")
     [record] = told["records"]
     assert status == 1 and where.replace("WORD", str(word)) in record["why"] and cause in record["why"]
@@ -278,7 +277,7 @@ def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dt
 def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    status, told, page = checked(capsys, tmp_path, "--lengths", "300", "--new", "32")
+    status, told, page = checked(capsys, "--lengths", "300", "--new", "32")
     failed = {record["name"]: record for record in told["records"] if record["passed"] is False}
     assert status == 1 and {"greedy, draft model", "greedy, n-grams"} <= failed.keys()
     assert "DIFFERENT" in page and "please report" in page
@@ -289,14 +288,14 @@ def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
     (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
     (["--far", "200000"], "--far (200000) must lie between 0 and the 131072"),
     (["--reference", "/no/such"], "no such folder"),
-    (["--out", "/no/such/file"], "there is no folder /no/such"), (["--prompt-file", "/no/such"], "cannot read"),
+    (["--prompt-file", "/no/such"], "cannot read"),
     (["--qiuck"], "--qiuck is not a known flag"), (["--device", "tpu"], "device 'tpu' is unknown"),
     (["--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
     (["--prefix", "x"], "asks its own questions, in one process; drop --prefix"),
 ])
-def test_mistakes_in_a_check_get_one_line(argv, text, capsys, tmp_path, monkeypatch):
+def test_mistakes_in_a_check_get_one_line(argv, text, capsys, monkeypatch):
     monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))
-    assert cli.main(["check", *argv, *(["--out", str(tmp_path / "x")] if "--out" not in argv else [])]) == 2
+    assert cli.main(["check", *argv]) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
 

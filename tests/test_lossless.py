@@ -150,20 +150,6 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
 
 
-def test_rebuilding_when_acceptance_drops_does_not_bias(models):
-    """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
-    def about_to_drop(state):
-        state.hierarchy.view.catch_up(range(state.batch))  # or the first round would choose, and forget what follows
-        for policy in state.pilot.rebuilds.values():
-            policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
-
-    text = PROMPTS[1] + PROMPTS[0]
-    found, _, _ = distances(models, gamma=3, gamma_inner=1, rebuild_interval=64, prepare=about_to_drop,
-                            sampling={"top_k": 2},
-                            prompts=[text[:20]])  # the pending token stands one before a flush position
-    assert max(found) < 1e-6
-
-
 def test_fp8_drafting_does_not_bias(models):
     """A row's draft may depend on no other row of its block: with one scale a block it did, by 4e-4."""
     found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1],

@@ -134,11 +134,9 @@ def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
     assert memory.available(torch.device(device)) == {"cuda": 50 - 15, "cuda:1": 60 + 20 - 15}[device]
 
 
-def test_more_answers_than_there_is_memory_for_are_refused_at_once(monkeypatch, tiny_engine):
-    monkeypatch.setattr(free_memory, "of_host", lambda: 8 * GIB)
-    told = r"100,000,000 answers of up to 4 tokens take 429.15 GiB .* and 8.00 GiB are free; ask for at most 1,864,135 "
-    with pytest.raises(UserError, match=told):
+def test_more_answers_than_a_host_holds_are_refused_at_once(tiny_engine):
+    with pytest.raises(UserError, match="100,000,000 answers are more than the 65,536 of one call; ask for fewer at a"):
         tiny_engine.generate("Once", 4, num_samples=100_000_000)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match="100,000,000 answers"):
         tiny_engine.generate(["Once", "Twice"], 4, num_samples=50_000_000)
     assert len(tiny_engine.generate("Once", 4, num_samples=2)) == 2

@@ -168,7 +168,7 @@ def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
         while state.hierarchy.view.num_rebuilds < count:
             state.round(DraftPlan(4, "model", True, 2, 2))
         assert made == [state.hierarchy.view.shared] * (count + 1)  # as first read, and since
-        assert set(state.pilot.rebuilds) == {0, 1, 2, COMMON} and state.pilot.rebuilds[COMMON].tokens == 0
+        assert set(state.pilot.since) == {0, 1, 2, COMMON} and state.pilot.since[COMMON] == 0
 
 
 def test_a_number_repeats_a_text_over_what_streams_past(pair):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce.decode.pilot import RebuildPolicy
+from triforce.decode.pilot import Pilot
 from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from triforce.decode.verifier import RowRound
 
@@ -71,29 +71,25 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     assert told["model"][0] == told["model"][1] > 3.5 * state.pilot.controller.rounds
 
 
-def test_a_selection_is_renewed_every_so_many_tokens_and_once_it_has_begun_to_fail():
-    def brought(num_emitted: int, num_drafted: int) -> list[RowRound]:
-        return [RowRound([5] * num_emitted, [], num_emitted - 1, num_drafted, False, True)]
+def test_a_view_is_renewed_every_so_many_tokens(pair):
+    def brought(*counts: int) -> list[RowRound]:
+        return [RowRound([5] * count, [], 0, 0, False, 0) for count in counts]
 
-    policy, due = RebuildPolicy(16), []
+    pilot, due = make_state(*pair, [random_prompt(200)], rebuild_interval=16).pilot, []
+    pilot.since = {0: 0.0, 1: 12.0}
     for _ in range(20):
-        due.append(policy.update(brought(3, 2)))
+        due.append(pilot.is_due(0, brought(3)))
         if due[-1]:
-            policy.rebuilt()
+            pilot.rebuilt([0])
     assert due == [i % 6 == 5 for i in range(20)]
-    policy = RebuildPolicy(10**6)
-    assert not any(policy.update(brought(7, 6)) for _ in range(20))
-    policy.rebuilt()
-    assert [policy.update(brought(1, 6)) for _ in range(9)] == [False] * 7 + [True] * 2
-    policy.rebuilt()
-    assert not any(policy.update(brought(2, 6)) for _ in range(100))  # no better, and no worse: it can do no more
-    assert not any(policy.update(brought(1, 0)) for _ in range(100))  # nothing was drafted
+    # In the mean of the rows that go on. Where all have ended, nothing is due.
+    assert [pilot.is_due(1, brought(*one)) for one in ((3, 2), (0, 0), (0, 2), (0, 0))] == [False, False, True, False]
 
 
-def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
+def test_the_view_is_renewed_when_it_is_due(pair, monkeypatch):
     target, draft = pair
     for due in (True, False):
-        monkeypatch.setattr(RebuildPolicy, "update", lambda *seen, due=due: due)
+        monkeypatch.setattr(Pilot, "is_due", lambda *seen, due=due: due)
         state = make_state(target, draft, [random_prompt(200)])
         for _ in range(5):
             state.round()

@@ -5,7 +5,7 @@ import torch
 from conftest import VOCAB, bits, bits_of_rows, make_engine, make_state, random_prompt, slow
 from families import build, config_json, save
 from reference import dense_logits
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 import triforce
 from triforce import UserError, attention
@@ -210,3 +210,27 @@ def test_offload_is_refused(tmp_path):
     folder = save(theirs, {**config_json("Mistral 0.1"), "sliding_window": 40}, tmp_path / "model")
     with pytest.raises(UserError, match="2 of this one see the newest 40; leave out --offload"):
         triforce.load(folder, offload=True, device="cpu", draft=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "glm", "smollm3",
+                                    "gemma3_text", "olmo3"])
+def test_what_a_config_leaves_out_is_what_its_family_has(family):
+    """By transformers' own classes. A window that is null is none."""
+    theirs = AutoConfig.for_model(family)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 65536, "use_sliding_window": True}
+    sizes |= {"head_dim": 16, "max_window_layers": 0}
+    ours = config_from_hf({"model_type": family, **sizes})
+    window = getattr(AutoConfig.for_model(family, use_sliding_window=True), "sliding_window", None)
+    assert (ours.norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.sliding_window == window
+    assert config_from_hf({"model_type": family, **sizes, "sliding_window": None}).sliding_window is None
+
+
+@pytest.mark.parametrize("more,says", [
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    ({"rope_scaling": {"rope_type": "llama3", "short_factor": [1.0]}}, "factor is missing")])
+def test_what_changes_attention_is_refused(more, says):
+    with pytest.raises(UserError, match=says):
+        config_from_hf({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "intermediate_size": 96, "vocab_size": 99, **more})

@@ -160,6 +160,8 @@ def make_folders(root):
         "Llama's tokenizer.json, new": llama_json_folder(
             root / "json_new", sp, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False, "pad_token": "<pad>"}),
         "Mistral's tokenizer.json": llama_json_folder(root / "mistral", sp, {**llama, "legacy": False}, "mistral"),
+        "Phi-3's tokenizer.json": llama_json_folder(
+            root / "phi3", sp, {**llama, "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}, "phi3"),
         "CodeLlama": llama_json_folder(root / "code", sp, {
             **llama, "tokenizer_class": "CodeLlamaTokenizer", "legacy": None, "prefix_token": "▁<PRE>",
             "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}),
@@ -169,6 +171,9 @@ def make_folders(root):
             {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>",
              "clean_up_tokenization_spaces": True, "chat_template": LLAMA3_TEMPLATE},
             bos_template("<|begin_of_text|>")),
+        "special tokens are text": byte_level_folder(
+            root / "split", None, ["<|begin_of_text|>", "<|eot_id|>"], "llama",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot_id|>", "split_special_tokens": True}),
         "Qwen": byte_level_folder(
             root / "qwen", normalizers.NFC(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "qwen2",
             {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>",

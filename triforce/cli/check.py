@@ -1,6 +1,6 @@
 """`triforce check`: is all well with a checkpoint on this machine? Loads it, compares it, times it.
 
-Each finding is a record; the page is made of them, and a file of JSON has the same.
+Each finding is a record. The page is made of them, and --json prints them.
 """
 
 import gc
@@ -29,7 +29,7 @@ from ..hf.tokenizer import Tokenizer
 from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import COUNT, FILE, parse_both
+from .main import COUNT, FILE, SWITCH, parse_both
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -50,7 +50,7 @@ FLAGS = (
     ("far", {"type": int, "metavar": "N"}, f"compare the last {LAST:,} logits of N tokens; 0: none (default: of the "
      "longest prompt)"),
     ("reference", {"metavar": "FOLDER"}, "what transformers loads: the folder that a checkpoint was converted from"),
-    ("out", {**FILE, "default": "triforce-check.json"}, "the file of JSON (default: triforce-check.json)"))
+    ("json", SWITCH, "print one JSON object instead of Markdown"))
 
 
 # -- logits beside those of transformers -------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
                 "says": f"{GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
         if tokens != plain:
             told["why"] = (f"token {first_difference(plain, tokens)} is DIFFERENT without speculation, so output is "
-                           "not exact here: please report this file, and use --no-speculation until then")
+                           "not exact here: please report this page, and use --no-speculation until then")
         yield told
 
 
@@ -176,7 +176,7 @@ def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
 
 
 def page(told: dict) -> str:
-    """told: what is written as JSON."""
+    """told: what --json prints."""
     verdicts = {True: "ok", False: "FAILED", None: "-"}
     lines = [f"- {one['name']}: {verdicts[one['passed']]}. {one.get('says', '')} {one.get('why', '')}".rstrip()
              for one in told["records"]]
@@ -222,8 +222,6 @@ def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     args.max_new_tokens, args.prompt_len, args.batch_size = own.new, None, 1
     if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
-    if not Path(own.out).parent.is_dir():
-        raise UserError(f"--out {own.out}: there is no folder {Path(own.out).parent}; make it, or name another file")
     Sampling(**request.given(args, Sampling)).rows(1)
     resolve(own.reference or args.checkpoint)
     return own, args
@@ -251,7 +249,5 @@ def main(argv: list[str]) -> int:
     told = {"checkpoint": str(folder), "device": str(device), "torch": torch.__version__, "triforce": __version__,
             "text": own.prompt_file, "begun_anew": begun_anew, "seconds": time.perf_counter() - begun,
             "passed": all(record["passed"] is not False for record in records), "records": records}
-    print(page(told))
-    Path(own.out).write_text(json.dumps(told, indent=1))
-    say(f"the same as JSON: {own.out}")
+    print(json.dumps(told) if own.json else page(told))
     return 0 if told["passed"] else 1

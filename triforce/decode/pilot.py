@@ -52,7 +52,8 @@ class Pilot:
         self.controller: Controller | None = None
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval, self.common_interval = rebuild_interval, common_interval
-        self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share one; none without views
+        # Tokens since a view was chosen, by row, and of COMMON where rows share one; none without views.
+        self.since: dict[int, float] = {}
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         # Tokens of a row: those that this text may still have, and those that texts have had. Later texts are expected
@@ -76,9 +77,7 @@ class Pilot:
         self._remaining = max_new_tokens + self._emitted
         self.controller, self.meters = None, []
         has_views, base = self.hierarchy.view is not None, self.hierarchy.cache.prefix.base
-        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths)) if has_views}
-        if has_views and base:
-            self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
+        self.since = dict.fromkeys((*range(len(lengths)), *[COMMON] * (base > 0)) if has_views else (), 0.0)
         if plan is None and self.auto:
             self.controller = self._controller(lengths)
         if self.controller is not None and "ngram" in self.hierarchy.sources:
@@ -170,13 +169,17 @@ class Pilot:
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
-        return [row for row, policy in self.rebuilds.items()
-                if policy.update(result.rows if row == COMMON else [result.rows[row]])]
+        return [row for row in self.since if self.is_due(row, result.rows if row == COMMON else [result.rows[row]])]
+
+    def is_due(self, row: int, brought: list[RowRound]) -> bool:
+        """Takes in what a round brought for the rows of a view: is it to be chosen anew?"""
+        going = [len(one.tokens) for one in brought if one.tokens]  # the others have ended
+        self.since[row] += statistics.fmean(going or [0])
+        return bool(going) and self.since[row] >= (self.common_interval if row == COMMON else self.rebuild_interval)
 
     def rebuilt(self, rows: list[int]) -> None:
         """The views of these rows have been chosen."""
-        for row in rows:
-            self.rebuilds[row].rebuilt()
+        self.since.update(dict.fromkeys(rows, 0.0))
 
 
 def default_plan(settings: Settings, hierarchy: "Hierarchy") -> DraftPlan:
@@ -224,30 +227,6 @@ class Tally:
             hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
             self.observe(self.plan.source, hits, hits + misses + leaves)
             self.observe(INNER_LEAVES, leaves, misses + leaves)
-
-
-class RebuildPolicy:
-    """Says when a selection of a row, or of all rows that share one, is renewed: every `interval` tokens of a row, and
-    when acceptance falls well below its average."""
-
-    def __init__(self, interval: int):
-        self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
-
-    def update(self, rows: list[RowRound]) -> bool:
-        """Takes in what a round brought for the rows. Returns whether a selection is due."""
-        going = [row for row in rows if row.tokens]  # the others have ended
-        if not going:
-            return False
-        self.tokens += sum(len(row.tokens) for row in going) / len(going)
-        if accepted_or_not := sum(row.num_accepted + (row.num_accepted < row.num_drafted) for row in going):
-            rate = sum(row.num_accepted for row in going) / accepted_or_not
-            self.average = rate if self.average is None else 0.95 * self.average + 0.05 * rate
-            self.recent = 0.6 * self.recent + 0.4 * rate
-        dropped = self.average is not None and self.recent < 0.7 * self.average
-        return self.tokens >= self.interval or dropped and self.tokens >= 8
-
-    def rebuilt(self) -> None:
-        self.tokens, self.recent = 0, self.average if self.average is not None else 1.0
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:

@@ -46,7 +46,6 @@ from ..hf.tokenizer import Tokenizer, is_messages
 from ..model import Transformer
 from ..parallel import agreed
 from ..render import Bar, in_notebook, notebook_bars
-from ..runtime.free_memory import check_answers
 from ..runtime.host import belongs_here, check_process, is_forked, not_pickled, own_settings
 from ..runtime.streams import ComputeStream
 from ..runtime.threads import Threads
@@ -61,6 +60,7 @@ from .prompt_cache_path import check_target, holds_something
 from .session import Call, Session, Stream
 
 log = logging.getLogger("triforce")
+MOST_ANSWERS = 2**16  # of a call: the host holds them all
 
 
 class Engine:
@@ -441,7 +441,9 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
-        check_answers(len(prompts) * count, max(limits))
+        if len(prompts) * count > MOST_ANSWERS:
+            raise UserError(f"{len(prompts) * count:,} answers are more than the {MOST_ANSWERS:,} of one call; ask for "
+                            "fewer at a time (--num-samples, or prompts)")
         ids, dropped = self._encoded(prompts, limits, prefix, keep, chat_template, chat_template_kwargs)
         ids, dropped, limits = ([one for one in each for _ in range(count)] for each in (ids, dropped, limits))
         sampling = sampling.rows(len(prompts), count, lambda: agreed(self.target.group, random.getrandbits(32)))

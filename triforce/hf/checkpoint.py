@@ -3,6 +3,7 @@
 Which family a folder is comes from its config.json, never from its name.
 """
 
+import logging
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,10 +25,15 @@ from .names import EMBEDDING, OUTPUT, SCALE, places, put, scale_of, separate
 from .packed import PackedWeight, unpacked
 from .tokenizer import Tokenizer
 
+log = logging.getLogger("triforce")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
+# What else generation_config.json may ask for. 0, 1 and nothing ask for nothing.
+UNAPPLIED = ("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams",
+             "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+             "sequence_bias", "stop_strings", "forced_eos_token_id", "exponential_decay_length_penalty")
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
@@ -65,13 +71,20 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float | int]:
-    """What generation_config.json sets of temperature, top_p, top_k and min_p; nothing where `do_sample` is false."""
+    """What generation_config.json sets of temperature, top_p, top_k and min_p: greedy where `do_sample` is false, and
+    where it is true what is absent asks for nothing. What it asks for besides is not applied, and logged."""
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
         found = {name: fields.get(name, kind, None) for name, kind in SAMPLING.items()}
-        sampled = fields.get("do_sample", FLAG, True)
-    return {name: value for name, value in found.items() if sampled and value is not None}
+        sampled = fields.get("do_sample", FLAG, None)
+    if asks := [f"{key} {fields.values[key]!r:.40}" for key in UNAPPLIED
+                if fields.values.get(key) not in (None, 0, 1, [], {})]:
+        log.warning("note: %s asks for %s, which no text follows here", path.name, ", ".join(asks))
+    if sampled is False:
+        return {"temperature": 0.0}
+    return ({"temperature": 1.0, "top_p": 1.0} if sampled else {}) | {
+        name: value for name, value in found.items() if value is not None}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
 THETAS = {"SmolLM3ForCausalLM": 2e6, "Gemma3ForCausalLM": 1e6, "Olmo3ForCausalLM": 5e5}  # by default, if not 10,000
+EPSILONS = {"Phi3ForCausalLM": 1e-5, "Olmo3ForCausalLM": 1e-5, "GlmForCausalLM": 1.5625e-7}  # by default, if not 1e-6
 # What families differ in.
 FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": {"qk_norm": True},
             "Qwen3MoeForCausalLM": {"qk_norm": True},
@@ -25,7 +26,7 @@ FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": 
 PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, None)}
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
-           "mlp_only_layers", "shared_expert_intermediate_size")
+           "mlp_only_layers", "shared_expert_intermediate_size", "use_bidirectional_attention")
 EXPERTS = ("num_experts", "num_local_experts")  # two spellings of their number
 LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  # layers unlike, queries by position
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
@@ -60,7 +61,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
         head_dim=fields.get("head_dim", whole(2, 2**12), 256 if gemma else max(dim // n_head, 1)),
         ffn_dim=fields.get("moe_intermediate_size" if has_experts else "intermediate_size", whole(1, 2**20)),
-        norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
+        norm_eps=fields.get("rms_norm_eps", number(0, 1), EPSILONS.get(architecture, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
@@ -71,7 +72,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
         out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
         mlp_bias=fields.get("mlp_bias", FLAG, False),
-        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma),
+        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma or architecture == "SmolLM3ForCausalLM"),
         architecture=architecture,
         **(windows := _windows(fields, architecture, positions)),
         sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows else None,
@@ -127,14 +128,17 @@ def _architecture(fields: Fields) -> str:
 
 def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
-    window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
+    # Absent and null differ: most families have a window by default.
+    none = "sliding_window" in fields.values or architecture in ("Phi3ForCausalLM", "SmolLM3ForCausalLM")
+    window = fields.get("sliding_window", whole(0, 2**31), 0 if none else 4096)
+    types = fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     smol = architecture == "SmolLM3ForCausalLM"
     unread = architecture in ("LlamaForCausalLM", "GlmForCausalLM")  # in transformers, too
     unread |= (qwen or smol) and not fields.get("use_sliding_window", FLAG, False)
-    if window is None or unread or window >= positions and architecture not in PATTERNS:
+    if window == 0 or unread or window >= positions and architecture not in PATTERNS:
         return {}
     if types and (qwen or smol or architecture in (*PATTERNS, "MinistralForCausalLM")):  # others: one of all layers
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
@@ -201,7 +205,7 @@ def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None
 def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
     kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()})
-    if rope.values.get("short_factor"):  # older Phi-3 configs call it su, or yarn
+    if rope.values.get("short_factor") and kind in (None, "su", "yarn"):  # as older Phi-3 configs call it
         kind = "longrope"
     if kind is None:
         return None

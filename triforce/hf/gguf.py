@@ -22,6 +22,10 @@ from .vocabulary import llama_pipeline, merges_of, surround
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
 COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
+# Keys of an architecture that change what is computed, and that the model lacks. 0 and 1 change nothing.
+LACKING = ("final_logit_softcapping", "attn_logit_softcapping", "attention.scale", "attention.clamp_kqv", "logit_scale",
+           "embedding_scale", "residual_scale", "rope.scale_linear", "rope.scaling.yarn_log_multiplier",
+           "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
 # They end a text, if special.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>")
 # How a byte-level tokenizer cuts words, by its name in the file: digits at a time.
@@ -73,6 +77,9 @@ class GGUF:
         values = self.value("attention.value_length", COUNT, head)
         if values != head:
             raise UserError(f"keys have {head} dimensions and values {values}; they must have equally many")
+        for name in LACKING:
+            if (found := self.fields.values.get(f"{self.kind}.{name}")) not in (None, 0, 1, -1):
+                raise UserError(f"{self.kind}.{name} {shown(found)} is not supported; use the model's own folder")
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
         window = self.value("attention.sliding_window", COUNT, 0) or None
@@ -86,6 +93,8 @@ class GGUF:
             "rope_theta": self.value("rope.freq_base", POSITIVE, 10000.0),
             "max_position_embeddings": self.value("context_length", COUNT),
             "num_local_experts": self.value("expert_count", COUNT, 0) or None, "sliding_window": window,
+            "sliding_window_pattern": self.value("attention.sliding_window_pattern", COUNT, None),
+            "rope_local_base_freq": self.value("rope.freq_base_swa", POSITIVE, None),
             "attention_bias": self.kind == "llama" and "blk.0.attn_q.bias" in self.tensors,
             "tie_word_embeddings": "output.weight" not in self.tensors, **self._rope_scaling()}
         if rotated != head:
@@ -99,7 +108,9 @@ class GGUF:
         original = self.value("rope.scaling.original_context_length", COUNT, None)
         scaling = {"rope_type": kind, "original_max_position_embeddings": original,
                    "factor": self.value("rope.scaling.factor", POSITIVE, None),
-                   "attention_factor": self.value("rope.scaling.attn_factor", POSITIVE, None)}
+                   "attention_factor": self.value("rope.scaling.attn_factor", POSITIVE, None),
+                   "beta_fast": self.value("rope.scaling.yarn_beta_fast", POSITIVE, None),
+                   "beta_slow": self.value("rope.scaling.yarn_beta_slow", POSITIVE, None)}
         if (short := self.tensors.get("rope_factors_short.weight")) is not None:
             long = self._tensor("rope_factors_long.weight")
             scaling.update(rope_type="longrope", short_factor=short.data.tolist(), long_factor=long.data.tolist())
@@ -192,6 +203,9 @@ class GGUF:
                                 "sentencepiece BPE (llama)")
             backend = self._byte_level() if kind == "gpt2" else llama_pipeline(
                 self.tokens, merges_of(self.tokens), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
+            if self.kind == "phi3":  # a text between special tokens begins with a space, too
+                backend.pre_tokenizer, backend.normalizer = None, normalizers.Sequence(
+                    [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
             added = [AddedToken(name, special=True, normalized=False)
                      for name in [*self._of_type(UNKNOWN), *self._of_type(CONTROL)]]
             backend.add_tokens([*added, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])

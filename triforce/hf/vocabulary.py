@@ -37,6 +37,7 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
         surround(backend, special, config)
     else:
         raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))  # as text
     backend.no_truncation()
     backend.no_padding()
     return backend, special
@@ -51,10 +52,11 @@ def surround(backend: Tokenizer, special: dict[str, str], config: dict) -> None:
 
 
 def is_rebuilt(content: dict, config: dict, folder: Path) -> bool:
-    """Whether transformers rebuilds what a tokenizer.json says: a Llama's, but not a Mistral's or a byte-level one."""
+    """Whether transformers rebuilds what a tokenizer.json says: a Llama's, but no byte-level one, nor of `own`."""
     model = read_optional_json(folder / "config.json")
     declared = (config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
-    if declared not in ("LlamaTokenizer", "CodeLlamaTokenizer") or model.get("model_type") == "mistral":
+    own = ("mistral", "ministral", "phi3", "glm", "olmo3")
+    if declared not in ("LlamaTokenizer", "CodeLlamaTokenizer") or model.get("model_type") in own:
         return False
     byte_level = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
     return not byte_level and content["model"].get("type") == "BPE"

@@ -4,12 +4,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import UserError
-
 # What PyTorch takes its allocator's settings from, the first that is set; and the one that the commands choose.
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-ANSWER, TOKEN = 4096, 128  # bytes of an answer and its statistics, and of each token and its text
 # Of a control group, by version: where groups are mounted, the names of limits and of what is used, and the prefix of
 # counts in memory.stat that cover the groups below. Above memory.high Linux slows a group down until it hardly moves.
 VERSIONS = {"": ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""),
@@ -26,18 +23,6 @@ def of_host(root: Path = Path("/")) -> int | None:
         free += [most - used * resource.getpagesize() for most, used in limits if most != resource.RLIM_INFINITY]
     free += _of_groups(root)
     return max(min(free), 0) if free else None
-
-
-def check_answers(count: int, max_new_tokens: int) -> None:
-    """Raises UserError for more answers than the host has memory for, before any of them is begun."""
-    one = ANSWER + TOKEN * max_new_tokens
-    if count * one < 2**28:
-        return
-    free = of_host()
-    if free is not None and count * one > free:
-        raise UserError(f"{count:,} answers of up to {max_new_tokens:,} tokens take {count * one / 2**30:,.2f} GiB of "
-                        f"host memory, and {free / 2**30:,.2f} GiB are free; ask for at most {free // one:,} at a time "
-                        "(--num-samples, or prompts), or for fewer new tokens (--max-new-tokens)")
 
 
 def _of_groups(root: Path) -> Iterator[int]:
