@@ -5,15 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import (
-    VOCAB,
-    make_state,
-    positions_in_view,
-    random_pair,
-    random_prompt,
-    run_rounds,
-    slow,
-)
+from conftest import VOCAB, make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
 from reference import dense_logits
 
 from triforce import attention
@@ -347,15 +339,6 @@ def used(pair, **settings):
     return state
 
 
-def test_slots_of_the_tail_are_moved_several_at_once(pair):
-    """All are read before any is written."""
-    cache = used(pair).cache
-    before = [kv.clone() for kv in cache.tail.kv]
-    cache.tail.move(torch.tensor([[3, 4, 9], [0, 1, 2]]), torch.tensor([[2, 3, 4], [0, 1, 2]]))
-    for kv, old in zip(cache.tail.kv, before, strict=True):
-        assert torch.equal(kv[:, 0, :, 2:5], old[:, 0, :, [3, 4, 9]]) and torch.equal(kv[:, 1], old[:, 1])
-
-
 def test_positions_are_read_across_the_border_of_the_tail(pair):
     cache = used(pair).cache
     for row, border in enumerate(cache.lens):
@@ -400,23 +383,3 @@ def test_a_reading_that_is_broken_off_begins_anew(pair, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         drafter.open([1024])
     assert begun == [21] and drafter._seen == [0]
-
-
-def test_rows_are_taken_in_side_by_side(pair):
-    """Those of the same stretches in one go; each then drafts as it does alone."""
-    target, draft = pair
-    prompts = [random_prompt(length, seed=length) for length in (300, 170, 20, 260)]
-
-    def laws(prompts) -> list:
-        batches = []
-        hook = draft.embedding.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
-        state = make_state(target, draft, prompts, retrieval=False, gamma=3, sampling={"temperature": 0.8},
-                           draft_window=32)
-        hook.remove()
-        state.round()
-        return batches, state.hierarchy.outer.draft_probs[:, 0]  # what follows a drawn token depends on the row
-
-    batches, together = laws(prompts)
-    assert batches == [2, 1, 1]  # sink and window of two rows and of the last one; a text that fits the window
-    alone = [laws([prompt])[1][0] for prompt in prompts]
-    torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=1e-4)

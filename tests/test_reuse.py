@@ -14,7 +14,6 @@ from triforce.cache.kv_cache import KVCache
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.engine import buffers, prompt_cache_file
 from triforce.engine.buffers import Buffers
-from triforce.engine.prompt_cache import asked, begins_with, storable
 from triforce.model import Transformer
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
@@ -264,9 +263,6 @@ def test_messages_have_to_go_on_from_those_of_the_prefix(tiny_engine):
                   [messages[0], {"role": "user", "content": [{"type": "text", "text": messages[1]["content"]}]}]):
         with pytest.raises(UserError, match="do not begin with those of the prefix"):
             tiny_engine.generate(other, prefix=book, **LAW)
-    parts = [{"role": "user", "content": ({"type": "text", "text": "Call me Ishmael."},), "calls": (1, 2)}]
-    assert begins_with(asked(parts, "Who?"), parts) and not begins_with(parts, asked(parts, "Who?"))
-    assert begins_with(parts, storable(m=parts)["m"])  # as a file gives them back
 
 
 def test_what_a_file_cannot_say_is_refused_before_the_work(tiny_engine, tmp_path):
