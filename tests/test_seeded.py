@@ -144,7 +144,6 @@ def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
 
 
 def ways_of(plans: list[DraftPlan]) -> list[list[DraftPlan]]:
-    """By what drafts."""
     return [[plan for plan in (AUTOREGRESSION, *plans) if plan.drafter == way]
             for way in (None, "model", "ngram", "retrieval")]
 
@@ -242,19 +241,6 @@ def test_the_engine_with_auto(models, eager_to_draft, size):
     assert samples[0].tokens == runs[0] != samples[1].tokens
     both = engine.generate([prompt, prompt[:300]], **law)
     assert both[0].tokens == runs[0] and both[0].stats.shared_tokens == 0
-
-
-def test_a_leaf_behind_a_limit_is_not_counted(models):
-    """Where a flush cuts a round off before it."""
-    state, _ = made(models, "own", "triforce", **LEAVES, flush_interval=8)
-    counted = cut = 0
-    while state.num_flushes < 30:
-        state.round()
-        [row] = state.last_round.rows
-        cut += state.lens[0] % 8 == 0 and len(row.tokens) == row.num_accepted
-        assert len(row.tokens) > row.num_accepted or not row.beside
-        counted += row.beside
-    assert counted >= 10 and cut >= 5
 
 
 def test_what_a_draft_keeps_of_leaves_is_of_the_text(models):

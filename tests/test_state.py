@@ -130,14 +130,6 @@ def rows_of_passes(model, rounds) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 6])
-def test_a_draft_takes_a_step_for_each_token_that_it_proposes(pair, gamma):
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(100)], retrieval=False, gamma=gamma)
-    rows = rows_of_passes(draft, lambda: [state.round() for _ in range(5)])
-    assert rows == ([4] + [1] * (gamma - 1)) * 5
-
-
 @pytest.mark.parametrize("gamma, gamma_inner", [(3, 2), (5, 1), (6, 3), (7, 7)])
 def test_what_is_always_right_is_drafted_and_kept_up_to_gamma(pair, gamma, gamma_inner):
     """The target as its own draft, and a view of everything: rounds emit gamma tokens and one, but before flushes."""
