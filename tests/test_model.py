@@ -159,33 +159,6 @@ def test_configs_that_are_refused(fields, words):
     assert "\n" not in str(caught.value)
 
 
-def test_llama3_frequencies_by_their_wavelengths():
-    """Slowed down by the factor, as they are, and a straight line in between, in which some pairs lie."""
-    scaling = RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
-    config = replace(SMALL, head_dim=64, rope_theta=10000.0)
-    kinds = set()
-    for plain, found in zip(inverse_frequencies(config), inverse_frequencies(replace(config, rope_scaling=scaling)),
-                            strict=True):
-        turns = 64 * float(plain) / (2 * math.pi)  # in the original window
-        kept = min(max((turns - 1) / 3, 0.0), 1.0)
-        kinds.add(kept if kept in (0, 1) else "between")
-        assert float(found) == pytest.approx(float(plain) * (kept + (1 - kept) / 8), rel=1e-5)
-    assert kinds == {0, 1, "between"}
-
-
-def test_yarn_frequencies_by_their_turns():
-    """The ramp goes from the last pair that turns 8 times in the original window to the first that turns once."""
-    scaling = RopeScaling("yarn", 4.0, 64, beta_fast=8.0, beta_slow=1.0)
-    config = replace(SMALL, head_dim=64, rope_theta=10000.0)
-    plain = inverse_frequencies(config)
-    turns = (64 * plain / (2 * math.pi)).tolist()
-    low, high = max(i for i, n in enumerate(turns) if n >= 8), min(i for i, n in enumerate(turns) if n <= 1)
-    assert high - low > 3
-    for i, found in enumerate(inverse_frequencies(replace(config, rope_scaling=scaling))):
-        slowed = min(max((i - low) / (high - low), 0), 1)
-        assert float(found) == pytest.approx(float(plain[i]) * (1 - slowed + slowed / 4), rel=1e-5)
-
-
 @pytest.mark.parametrize("rows", [1, 8, 64, 65])
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
 def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
