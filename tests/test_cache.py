@@ -15,7 +15,7 @@ from triforce.cache.streaming import StreamingBlock, StreamingCache
 from triforce.cache.views import RetrievalView
 from triforce.decode.drafters import model
 from triforce.decode.pilot import RebuildPolicy
-from triforce.decode.plan import AUTOREGRESSION, DraftPlan
+from triforce.decode.plan import AUTOREGRESSION
 from triforce.model import ModelConfig, Transformer
 
 
@@ -26,7 +26,6 @@ def assert_the_dense_twin_says(target, prompt: list[int], tokens: list[int]) -> 
 
 
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
-    """Over prefix, tail and flushes."""
     prompt = random_prompt(150)
     assert_the_dense_twin_says(pair[0], prompt, run_rounds(make_state(*pair, [prompt], prefill_chunk_size=37), 60)[0])
 
@@ -247,28 +246,6 @@ def test_a_drafts_window_by_the_positions_of_its_checkpoint(pair, positions, win
     assert state.hierarchy.sources["model"].cache.window_size == window
 
 
-def test_a_draft_that_was_left_out_catches_up(pair):
-    """It takes in what it missed only, and drafts what one that has seen all drafts."""
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(700)], draft_window=64, retrieval=False)
-    drafter, probs = state.hierarchy.sources["model"], state.hierarchy.outer.draft_probs
-    laws = []
-    # Nothing; the last 59 tokens; so far back that it begins anew.
-    for known, computed in ((699, 0), (640, 59), (30, 4 + 64)):
-        drafter.prefill(0, known)
-        drafter.open([1024])
-        drafter.leave_out()
-        seen = []
-        hook = draft.embedding.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))
-        drafter.catch_up([699])
-        hook.remove()
-        assert sum(seen) == computed
-        drafter.propose(state.hierarchy.outer.length, DraftPlan(3, "model"), probs)
-        laws.append(probs[:, :3].clone())
-    torch.testing.assert_close(laws[1], laws[0], atol=1e-5, rtol=1e-4)
-    assert torch.equal(laws[2], laws[0])
-
-
 @pytest.mark.parametrize("prompts", [[130, 40, 1], *slow([130])])
 def test_a_draft_whose_window_holds_all_equals_the_dense_twin(pair, prompts):
     """Its laws are those of the whole text before, across flushes and rejections, whatever the other rows hold."""
@@ -328,19 +305,10 @@ def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
     assert run_rounds(states[0], 10) == run_rounds(states[1], 10)
 
 
-PROMPTS = [random_prompt(150), random_prompt(90, seed=1)]
-
-
-def used(pair, **settings):
-    """A DecodeBatch whose rows have flushed, and whose tails are partly filled."""
-    state = make_state(*pair, PROMPTS, sampling={"temperature": 0.8}, **settings)
-    run_rounds(state, 40)
-    assert state.num_flushes >= 4
-    return state
-
-
 def test_positions_are_read_across_the_border_of_the_tail(pair):
-    cache = used(pair).cache
+    state = make_state(*pair, [random_prompt(150), random_prompt(90, seed=1)], sampling={"temperature": 0.8})
+    run_rounds(state, 40)
+    cache = state.cache  # rows have flushed, and their tails are partly filled
     for row, border in enumerate(cache.lens):
         for start, stop in ((0, 8), (border - 8, border), (border - 5, border + 7), (border, border + 9),
                             (border + 3, border + 9)):
