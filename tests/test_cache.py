@@ -15,7 +15,7 @@ from triforce.cache.streaming import StreamingBlock, StreamingCache
 from triforce.cache.views import RetrievalView
 from triforce.decode.drafters import model
 from triforce.decode.pilot import RebuildPolicy
-from triforce.decode.plan import AUTOREGRESSION
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.model import ModelConfig, Transformer
 
 
@@ -244,6 +244,28 @@ def test_a_drafts_window_by_the_positions_of_its_checkpoint(pair, positions, win
     draft = Transformer.random(replace(pair[1].config, max_position_embeddings=positions), dtype=torch.float32)
     state = make_state(pair[0], draft, [random_prompt(100)], capacity=8000, retrieval=False)
     assert state.hierarchy.sources["model"].cache.window_size == window
+
+
+def test_a_draft_that_was_left_out_catches_up(pair):
+    """It takes in what it missed only, and drafts what one that has seen all drafts."""
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(700)], draft_window=64, retrieval=False)
+    drafter, probs = state.hierarchy.sources["model"], state.hierarchy.outer.draft_probs
+    laws = []
+    # Nothing; the last 59 tokens; so far back that it begins anew.
+    for known, computed in ((699, 0), (640, 59), (30, 4 + 64)):
+        drafter.prefill(0, known)
+        drafter.open([1024])
+        drafter.leave_out()
+        seen = []
+        hook = draft.embedding.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))
+        drafter.catch_up([699])
+        hook.remove()
+        assert sum(seen) == computed
+        drafter.propose(state.hierarchy.outer.length, DraftPlan(3, "model"), probs)
+        laws.append(probs[:, :3].clone())
+    torch.testing.assert_close(laws[1], laws[0], atol=1e-5, rtol=1e-4)
+    assert torch.equal(laws[2], laws[0])
 
 
 @pytest.mark.parametrize("prompts", [[130, 40, 1], *slow([130])])
