@@ -32,6 +32,7 @@ from triforce.config import Placement, Settings
 from triforce.model import ModelConfig, Transformer
 
 NEW = 20  # tokens of an answer
+ENDED = {"logit_bias": [{7: 1e6}, None, None], "stop_token_ids": [7]}  # the first of three ends at once
 COMMON = {"gamma": 6, "flush_interval": 64, "budget": 256, "keep_logits": True, "max_seq_len": 1024}
 COUPLED = {"sampling": "coupled"}
 LEAVES = {**COUPLED, "leaves": 1, "leaves_inner": 3}
@@ -143,31 +144,14 @@ def long_text(engine: Engine, count: int) -> list[int]:
 
 
 def answer(engine: Engine, prompts: list[list[int]], **how) -> list[Generation]:
-    """With the numbers from which the hashes are made. stop_token_ids and prefix may be given."""
+    """With the numbers from which the hashes are made."""
     how = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 20, **how}
     return engine.generate(prompts, **how)
 
 
-def ended(ask: Ask) -> Ask:
-    """The same, where a token ends the text of some of the prompts early, and that of others late or never."""
-    def end_early(speculate: bool, **sampling) -> list[Generation]:
-        whole = [one.tokens for one in ask(speculate, **sampling)]
-
-        def ends(token: int) -> list[int]:
-            return sorted(tokens.index(token) if token in tokens else NEW for tokens in whole)
-
-        last = max(set().union(*whole), key=lambda token: (min(ends(token)) < NEW // 2, ends(token)[-1],
-                                                           -ends(token)[0], -token))
-        if not min(ends(last)) < NEW // 2 < max(ends(last)):
-            print(f"these texts end at about the same time, after {ends(last)} tokens", flush=True)
-        return ask(speculate, stop_token_ids=[last], **sampling)
-
-    return end_early
-
-
-def batch(engine: Engine) -> Ask:
+def batch(engine: Engine, **more) -> Ask:
     prompts = [long_text(engine, 3000)[start:][:length] for start, length in ((0, 700), (1000, 300), (2000, 40))]
-    return lambda speculate, **how: answer(engine, prompts, speculate=speculate, **how)
+    return lambda speculate, **how: answer(engine, prompts, speculate=speculate, **more, **how)
 
 
 def single(engine: Engine) -> Ask:
@@ -175,7 +159,7 @@ def single(engine: Engine) -> Ask:
     return lambda speculate, **how: answer(engine, [long_text(engine, length)], speculate=speculate, **how)
 
 
-def shared(engine: Engine, count: int = 3, kept: bool = False) -> Ask:
+def shared(engine: Engine, count: int = 3, kept: bool = False, **more) -> Ask:
     """Questions about a document."""
     ids = long_text(engine, 3000 if engine.tokenizer else DOCUMENT["7B"] + 1000)
     document, rest = ids[: len(ids) - 1000], ids[-1000:]
@@ -184,7 +168,7 @@ def shared(engine: Engine, count: int = 3, kept: bool = False) -> Ask:
     book = read_again(engine, document) if kept else engine.prefill(document)
 
     def ask(speculate: bool, **how) -> list[Generation]:
-        found = answer(engine, questions, prefix=book, speculate=speculate, **how)
+        found = answer(engine, questions, prefix=book, speculate=speculate, **more, **how)
         assert found[0].stats.shared_tokens > 1000
         return found
 
@@ -249,8 +233,8 @@ def conversation(engine: Engine, about: bool = False) -> Ask:
 
 
 SCENES = {
-    "prompt": single, "batch": batch, "ended": lambda engine: ended(batch(engine)), "shared": shared,
-    "question": lambda engine: shared(engine, 1), "ended shared": lambda engine: ended(shared(engine)),
+    "prompt": single, "batch": batch, "ended": lambda engine: batch(engine, **ENDED), "shared": shared,
+    "question": lambda engine: shared(engine, 1), "ended shared": lambda engine: shared(engine, **ENDED),
     "common": common, "reuse": reuse, "conversation": conversation,
     "conversation about": lambda engine: conversation(engine, about=True),
     "kept": lambda engine: shared(engine, kept=True),
@@ -308,17 +292,6 @@ def run_ranks(name: str, device: str, dtype: str | None) -> dict:
         return json.loads(out.read_text())
 
 
-def run_rank(args) -> None:
-    """As one of several ranks."""
-    from triforce.parallel import from_environment, leave
-
-    group, device = from_environment(args.device)
-    found = run(args.only[0], device, args.dtype, group)
-    if group.rank == 0:
-        args.file.write_text(json.dumps(found))
-    leave()
-
-
 def chosen(device: str, only: list[str]) -> list[str]:
     """The names of the settings that this machine can run, or those that are asked for."""
     devices = torch.cuda.device_count() if device != "cpu" else 2
@@ -328,25 +301,23 @@ def chosen(device: str, only: list[str]) -> list[str]:
             and (device != "cpu" or only or not any(mark in options for mark in on_gpu))]
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["record", "compare", "rank"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="of all settings that do not name one")
-    parser.add_argument("--only", nargs="+", default=[], metavar="SETTING")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*SETTINGS], metavar="SETTING")
     args = parser.parse_args()
-    unknown = sorted(set(args.only) - set(SETTINGS))
-    if unknown:
-        parser.error(f"--only: no setting is called {', '.join(unknown)}")
-    return args
-
-
-def main() -> int:
-    args = parse()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # models this small gain nothing from more
-    if args.what == "rank":
-        run_rank(args)
+    if args.what == "rank":  # one of several
+        from triforce.parallel import from_environment, leave
+
+        group, device = from_environment(args.device)
+        found = run(args.only[0], device, args.dtype, group)
+        if group.rank == 0:
+            args.file.write_text(json.dumps(found))
+        leave()
         return 0
     print(f"code of {Path(triforce.__file__).parent}", flush=True)
     found, wrong = {}, []

@@ -1,6 +1,5 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
-import contextlib
 import gc
 import hashlib
 import os
@@ -9,7 +8,6 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -44,13 +42,6 @@ if not torch.cuda.is_available():
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "generation", "graphs", "memory", "model",
          "ngram", "packed", "pilot", "sampling", "session", "state", "views"}
-
-
-@contextlib.contextmanager
-def traced():
-    """Within, functions do what they do where they are compiled."""
-    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        yield
 
 
 def slow(*cases) -> list:
@@ -194,11 +185,10 @@ def bits_of_rows(state, count, **how) -> list[list[tuple[int, str]]]:
     return [row[:count] for row in rows]
 
 
-def positions_in_view(state, layer=0, row=0, view=None, full=None):
-    """Which positions a row's retrieval view holds, per KV head, found by comparing keys. view, full: or of others."""
-    if view is None:
-        state.hierarchy.view.catch_up([row])
-    view, full = view or state.hierarchy.view, full or state.cache.prefix
+def positions_in_view(state, layer=0, row=0):
+    """Which positions a row's retrieval view holds, per KV head, found by comparing keys."""
+    view, full = state.hierarchy.view, state.cache.prefix
+    view.catch_up([row])
     held, keys = view.k[layer][row, :, : view.lens[row]], full.k[layer][row, :, : full.lens[row]]
     return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]
 

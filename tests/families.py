@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
@@ -118,6 +118,15 @@ def edit(folder: Path, **fields) -> None:
     """Changes fields of a folder's config.json."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def storing(name: str, tensor: torch.Tensor | None):
+    """Puts a tensor into a folder's file of weights, or takes it out."""
+    def change(folder: Path) -> None:
+        tensors = {**load_file(folder / "model.safetensors"), name: tensor}
+        save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
+
+    return change
 
 
 def build_empty(config: dict) -> torch.nn.Module:

@@ -46,24 +46,6 @@ def test_equal_and_nearly_equal_laws_give_no_nan(dtype):
         assert (acceptance.residual(same, same).sum(-1) > 0).all()
 
 
-def test_rows_of_a_tree():
-    tree = TokenTree(4, 2)
-    assert (tree.num_leaves, tree.rows) == (6, 12)
-    assert tree.depths("cpu").tolist() == [0, 1, 2, 3, 1, 1, 2, 2, 3, 3, 0, 0]
-    spine, others = torch.tensor([[10, 11, 12, 13]]), torch.tensor([[[21, 31, 0], [22, 32, 0], [23, 33, 0]]])
-    rows = tree.arrange(spine, others)
-    assert rows.tolist() == [[10, 11, 12, 13, 21, 31, 22, 32, 23, 33, 10, 10]]
-    assert tree.leaves_of(rows).tolist() == [[[21, 31], [22, 32], [23, 33]]]
-
-
-@pytest.mark.parametrize("tree", [TokenTree(5), TokenTree(1, 3)])
-def test_without_leaves_it_is_a_chain(tree):
-    assert (tree.num_leaves, tree.rows) == (0, tree.spine)
-    assert tree.depths("cpu").tolist() == list(range(tree.spine))
-    spine = torch.arange(tree.spine)[None]
-    assert tree.arrange(spine, torch.zeros(1, tree.spine - 1, 3)) is spine
-
-
 def walk(tree: TokenTree, tokens: list[int], num_drafted: int, drawn: list[int]) -> tuple[list[int], int, int]:
     """What is emitted, how much of it the spine has, and whether a leaf: one token after the other."""
     emitted, row = [], 0

@@ -34,7 +34,6 @@ def test_merged_parts_equal_the_whole(dtype, tolerance, group):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("keys", [1, 2, 3, 4, 5])
 def test_few_keys(keys, dtype, tolerance):
-    """With and without a mask, for several sequences."""
     torch.manual_seed(0)
     q = torch.randn(3, 2, 6, 16).to(dtype)
     k, v = (torch.randn(3, 2, keys, 16).to(dtype) for _ in range(2))
@@ -48,25 +47,6 @@ def test_few_keys(keys, dtype, tolerance):
         expected, expected_lse = softmax_attention(q, k, v, seen)
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_causal_square(dtype):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 3, 17, 16).to(dtype) for _ in range(3))
-    expected, _ = softmax_attention(q, k, v, torch.ones(17, 17, dtype=torch.bool).tril())
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(attention.causal(q, k, v)[0].double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_rows_that_see_themselves(dtype, tolerance):
-    """The same as over all rows with all but the diagonal masked."""
-    q, (k, v) = torch.randn(2, 3, 4 * 5, 16).to(dtype), torch.randn(2, 2, 3, 5, 16).to(dtype)
-    bias = attention.fold_mask(torch.eye(5, dtype=torch.bool).expand(2, -1, -1), 4)
-    own = attention.apart(q, k[..., None, :], v[..., None, :])
-    for found, expected in zip(own, attention.masked(q, k, v, bias), strict=True):
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_float16_products_beyond_its_range():

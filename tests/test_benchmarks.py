@@ -82,21 +82,14 @@ def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(t
         save(TINY / "target", shape, target)
 
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-
 BOOK = "A harbour lay behind the hill, and nobody had ever counted its boats. " * 30
 STORY = {"document": {"text": "xxxThe miller's cat was called Ottilie."}, "question": {"text": "What was it called?"}}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(TINY / "target")
-
-
-def test_each_kind(tokenizer, monkeypatch):
+def test_each_kind(monkeypatch):
     """The beginnings of books; stretches of what comes later; a story once, however many questions there are."""
     monkeypatch.setattr(prompts, "SKIPPED", 40)
+    tokenizer = Tokenizer(TINY / "target")
     ids = tokenizer.encode(BOOK)
     assert list(prompts_of("gs", iter([BOOK, "too short"]), tokenizer, 100)) == [ids[:100]]
     stretches = list(prompts_of("magicdec", iter([BOOK]), tokenizer, 100))

@@ -5,15 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import (
-    VOCAB,
-    make_state,
-    positions_in_view,
-    random_pair,
-    random_prompt,
-    run_rounds,
-    slow,
-)
+from conftest import VOCAB, make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
 from reference import dense_logits
 
 from triforce import attention
@@ -34,7 +26,6 @@ def assert_the_dense_twin_says(target, prompt: list[int], tokens: list[int]) -> 
 
 
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
-    """Over prefix, tail and flushes."""
     prompt = random_prompt(150)
     assert_the_dense_twin_says(pair[0], prompt, run_rounds(make_state(*pair, [prompt], prefill_chunk_size=37), 60)[0])
 
@@ -336,28 +327,10 @@ def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
     assert run_rounds(states[0], 10) == run_rounds(states[1], 10)
 
 
-PROMPTS = [random_prompt(150), random_prompt(90, seed=1)]
-
-
-def used(pair, **settings):
-    """A DecodeBatch whose rows have flushed, and whose tails are partly filled."""
-    state = make_state(*pair, PROMPTS, sampling={"temperature": 0.8}, **settings)
-    run_rounds(state, 40)
-    assert state.num_flushes >= 4
-    return state
-
-
-def test_slots_of_the_tail_are_moved_several_at_once(pair):
-    """All are read before any is written."""
-    cache = used(pair).cache
-    before = [kv.clone() for kv in cache.tail.kv]
-    cache.tail.move(torch.tensor([[3, 4, 9], [0, 1, 2]]), torch.tensor([[2, 3, 4], [0, 1, 2]]))
-    for kv, old in zip(cache.tail.kv, before, strict=True):
-        assert torch.equal(kv[:, 0, :, 2:5], old[:, 0, :, [3, 4, 9]]) and torch.equal(kv[:, 1], old[:, 1])
-
-
 def test_positions_are_read_across_the_border_of_the_tail(pair):
-    cache = used(pair).cache
+    state = make_state(*pair, [random_prompt(150), random_prompt(90, seed=1)], sampling={"temperature": 0.8})
+    run_rounds(state, 40)
+    cache = state.cache  # rows have flushed, and their tails are partly filled
     for row, border in enumerate(cache.lens):
         for start, stop in ((0, 8), (border - 8, border), (border - 5, border + 7), (border, border + 9),
                             (border + 3, border + 9)):
@@ -400,23 +373,3 @@ def test_a_reading_that_is_broken_off_begins_anew(pair, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         drafter.open([1024])
     assert begun == [21] and drafter._seen == [0]
-
-
-def test_rows_are_taken_in_side_by_side(pair):
-    """Those of the same stretches in one go; each then drafts as it does alone."""
-    target, draft = pair
-    prompts = [random_prompt(length, seed=length) for length in (300, 170, 20, 260)]
-
-    def laws(prompts) -> list:
-        batches = []
-        hook = draft.embedding.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
-        state = make_state(target, draft, prompts, retrieval=False, gamma=3, sampling={"temperature": 0.8},
-                           draft_window=32)
-        hook.remove()
-        state.round()
-        return batches, state.hierarchy.outer.draft_probs[:, 0]  # what follows a drawn token depends on the row
-
-    batches, together = laws(prompts)
-    assert batches == [2, 1, 1]  # sink and window of two rows and of the last one; a text that fits the window
-    alone = [laws([prompt])[1][0] for prompt in prompts]
-    torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=1e-4)

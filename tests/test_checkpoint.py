@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 from conftest import make_engine, slow
-from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, edit, save
+from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, edit, save, storing
 from reference import dense_logits
 from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
@@ -204,14 +204,6 @@ def test_dtype(folder):
         load_model(folder)
 
 
-def replace(name, tensor):
-    def fault(folder):
-        path = folder / "model.safetensors"
-        tensors = {**load_file(path), name: tensor}
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-    return fault
-
-
 def instead(name, write):
     """Another file in place of the weights."""
     def fault(folder):
@@ -236,10 +228,10 @@ LFS_POINTER = LFS + b"v1\noid sha256:0\nsize 9\n"
     (lambda folder: edit(folder, vocab_size=97), r".*.weight is .* of shape \(96, 64\), but .* \(97, 64\)"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
     (lambda folder: os.truncate(folder / "model.safetensors", 9999), "model.safetensors is truncated, damaged"),
-    (replace("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),
-    (replace("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "norm.weight is torch.int8 .* implies wider"),
-    (replace("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)), "self_attn.q_proj.bias has no place"),
-    (replace("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(129, 64)), "qkv_proj.weight has no place"),
+    (storing("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),
+    (storing("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "norm.weight is torch.int8 .* implies wider"),
+    (storing("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)), "self_attn.q_proj.bias has no place"),
+    (storing("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(129, 64)), "qkv_proj.weight has no place"),
     (instead("pytorch_model.bin", lambda path: path.write_bytes(b"PK\3\4" + bytes(99))), "is truncated, damaged"),
     (index_of(), "has no weight_map"),
     *((index_of(a=file), "which is no file of this folder")

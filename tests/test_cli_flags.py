@@ -17,8 +17,6 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I though
 
 
 class Engine:
-    """Notes what it is asked."""
-
     device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32", group=None), 10**6
     settings = SimpleNamespace(coupled=False)
 

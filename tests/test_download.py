@@ -103,6 +103,9 @@ def test_refusals(hub, tmp_path):
     assert "--revision" in refusal(hub, tmp_path, revision="v9")
     hub.gated.add("owner/bin")
     assert "accept its terms" in refusal(hub, tmp_path, token="hf_right")
+    (tmp_path / "file").write_text("")
+    told = refusal(hub, tmp_path / "file", "owner/name")  # as the disk tells it on the way
+    assert "File exists" in told and "room on the disk" in told
 
 
 def test_a_download_is_complete_when_it_was_finished(hub, tmp_path, monkeypatch):
@@ -184,9 +187,3 @@ def test_a_token_is_never_printed(hub, tmp_path):
 def test_no_network(hub, tmp_path):
     hub.close()
     assert "check the network" in refusal(hub, tmp_path)
-
-
-def test_no_room(hub, tmp_path):
-    """As the disk tells it on the way."""
-    (tmp_path / "file").write_text("")
-    assert "File exists" in refusal(hub, tmp_path / "file") and "room on the disk" in refusal(hub, tmp_path / "file")

@@ -42,16 +42,6 @@ def test_a_weight_that_is_no_number_is_named(part, value, options):
     assert len(engine.generate(random_prompt(90), 8).tokens) == 8  # the engine serves on
 
 
-def test_where_it_arises():
-    """The word of one token is broken: the first place of it in the text, in whichever chunk of the prefill."""
-    prompt = [token if token != 7 else 8 for token in random_prompt(90)]
-    prompt[70] = 7
-    engine = broken("embedding", NAN, index=7 * 32)
-    assert len(engine.generate(prompt[:70], 1, speculate=False, temperature=0.0).tokens) == 1
-    with pytest.raises(UserError, match="from embedding on, at position 70 of 90 tokens"):
-        engine.generate(prompt, 8)
-
-
 def test_positions_count_from_the_beginning_of_the_text(pair):
     """A prefill goes through a layer in chunks of 32 tokens: the last of 90 begins at 64."""
     engine = make_engine(*pair, **SIZES)
@@ -82,24 +72,13 @@ def test_one_row_of_several():
         engine.generate(prompts, 4, seed=0)
 
 
-def test_logits_of_finite_models_are_finite(tiny_engine):
-    tiny_engine.generate("Once upon a time", 8)
-    assert all(row.is_finite for row in tiny_engine.buffers.state.last_round.rows)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """The embedded target with one weight that is no number."""
-    shutil.copytree(TINY / "target", tmp_path / "target")
-    [file] = (tmp_path / "target").glob("*.safetensors")
+@pytest.mark.parametrize("flags", [["--compare"], ["--json"], []], ids=str)
+def test_a_command_ends_with_that_line(tmp_path, capsys, flags):
+    folder = shutil.copytree(TINY / "target", tmp_path / "target")
+    [file] = folder.glob("*.safetensors")
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"].view(-1)[5] = NAN
     save_file(weights, file, metadata={"format": "pt"})
-    return tmp_path / "target"
-
-
-@pytest.mark.parametrize("flags", [["--compare"], ["--json"], []], ids=str)
-def test_a_command_ends_with_that_line(folder, capsys, flags):
     argv = ["--checkpoint", str(folder), "--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "4"]
     assert cli.main([*argv, *flags]) == 2
     said = capsys.readouterr()

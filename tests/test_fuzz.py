@@ -8,7 +8,6 @@ import resource
 import shutil
 import time
 
-import pytest
 from families import FAMILIES, config_json
 from tokenizer_folders import LLAMA3_TEMPLATE, byte_level_folder, llama_json_folder, sentencepiece_folder, write_json
 
@@ -26,7 +25,6 @@ MORE = ["rope_scaling", "rope_parameters", "quantization_config", "head_dim", "l
 
 
 def spots(value, path=()):
-    """Every place within a JSON value."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
     for key, child in children:
@@ -89,20 +87,15 @@ def test_300_configurations(tmp_path):
     assert 15 < done < 285
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    root = tmp_path_factory.mktemp("sources")
+def test_60_tokenizers(tmp_path):
     llama = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>",
              "legacy": True, "chat_template": LLAMA3_TEMPLATE, "extra_special_tokens": {"image_token": "<i>"}}
     by_id = {"480": {"content": "<extra>", "special": False}}
-    return [sentencepiece_folder(root / "sp", {**llama, "added_tokens_decoder": by_id}),
-            llama_json_folder(root / "json", sentencepiece_folder(root / "again", llama), llama),
-            byte_level_folder(root / "bytes", None, ["<|a|>"], "llama", {
-                "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|a|>",
-                "chat_template": [{"name": "default", "template": LLAMA3_TEMPLATE}]})]
-
-
-def test_60_tokenizers(sources, tmp_path):
+    sources = [sentencepiece_folder(tmp_path / "sp", {**llama, "added_tokens_decoder": by_id}),
+               llama_json_folder(tmp_path / "json", sentencepiece_folder(tmp_path / "again", llama), llama),
+               byte_level_folder(tmp_path / "bytes", None, ["<|a|>"], "llama", {
+                   "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|a|>",
+                   "chat_template": [{"name": "default", "template": LLAMA3_TEMPLATE}]})]
     rng, done = random.Random(0), 0
     for i in range(60):
         folder = tmp_path / str(i)

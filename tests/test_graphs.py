@@ -34,11 +34,9 @@ def noted(function, args, compiler):
 
 
 @pytest.fixture(autouse=True)
-def capturing(monkeypatch):
-    now = SimpleNamespace(value=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.value)
+def recording(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(graphs, "recorded", noted)
-    return now
 
 
 @pytest.mark.parametrize("warm_up", [1, 4])

@@ -90,22 +90,6 @@ def test_bits_do_not_depend_on_plans(models, plain, retrieval):
         state.rewind(1000)
 
 
-def test_auto_measures_and_keeps_the_bits(models, plain, eager_to_draft):
-    """With plans that it chooses."""
-    state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, ngram=True, budget=256, gamma=7, gamma_inner=3,
-                       auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
-    tokens, hashes, rejected, _ = bits(state, NEW)
-    assert (tokens, hashes) == plain
-    costs = state.pilot.controller.costs
-    assert costs.seen.all() and set(costs.sources) == {"model", "ngram"}
-    assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20 and rejected["full"] >= 20
-    state.rewind(1000)
-    tokens, hashes, rejected, _ = bits(state, NEW)  # the controller is there from the first round on
-    assert (tokens, hashes) == plain and rejected["full"] >= 20
-    state.rewind(1000)
-    assert bits(state, FLUSHED, plan=AUTOREGRESSION)[:2] == first_of(plain, FLUSHED)
-
-
 def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
     """A block that starts k tokens before a flush position emits at most k, for every k below M."""
     target, draft = models

@@ -8,7 +8,7 @@ from conftest import make_engine, random_prompt, slow
 
 import triforce
 from triforce import cli
-from triforce.engine.keep import cut, fit
+from triforce.engine.keep import cut
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
 TEXT = " ".join(f"word{i}" for i in range(400))
@@ -23,17 +23,6 @@ FLAGS = ["--prompt", TEXT, "--device", "cpu", "--max-seq-len", "200", "--max-new
     ("start", 99, None, list(range(10)))])
 def test_parts(keep, room, bos, kept):
     assert cut(list(range(10)), room, keep, bos) == kept
-
-
-@pytest.mark.parametrize("around, room, keep, kept", [
-    (" ..", 7, "start", "abcd"), (". ", 6, "both", "abij"), (".", 11, "end", "abcdefghij"), (".", 2, "end", "j"),
-    ("." * 9, 6, "end", "abcdefghij")])  # nothing would be left
-def test_only_the_document_is_cut(around, room, keep, kept):
-    def finish(part):
-        assert part  # a template may want some
-        return [*map(ord, part + around)]
-
-    assert fit("abcdefghij", finish, room, keep) == (kept, finish(kept))
 
 
 @pytest.mark.parametrize("keep", ["start", "end", "both"])

@@ -13,19 +13,12 @@ from test_prefix_file import ODD, rewritten
 
 import triforce
 from triforce import UserError, cli
-from triforce.engine import conversation, engine
 from triforce.engine.buffers import Buffers
 from triforce.engine.prompt_cache_file import Layout, PrefixReader, write
 from triforce.model import Transformer
 
 DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
-
-
-def write_file(path, sizes: dict, about: dict, tokens=DOCUMENT[:100]) -> None:
-    layout = Layout(**sizes)
-    write(path, layout, about, tokens, lambda i: torch.zeros(2, layout.n_kv_head, layout.length, layout.head_dim),
-          range(layout.n_kv_head))
 
 
 def tensors(book):
@@ -117,7 +110,9 @@ def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
     for changed, more, tokens in (({"n_kv_head": sizes["n_kv_head"] * 2}, {}, DOCUMENT[:100]),
                                   ({"num_layers": 1}, {}, DOCUMENT[:100]), ({}, {"part_of": 100}, DOCUMENT[:100]),
                                   ({"head_dim": sizes["head_dim"] // 2}, {}, DOCUMENT[:100]), ({}, {}, [10**6] * 100)):
-        write_file(path, {**sizes, **changed}, {**about, **more}, tokens)
+        layout = Layout(**{**sizes, **changed})
+        kv = torch.zeros(2, layout.n_kv_head, layout.length, layout.head_dim)
+        write(path, layout, {**about, **more}, tokens, lambda i, kv=kv: kv, range(layout.n_kv_head))
         with pytest.raises(UserError, match="says what no document has"):
             engine.open(path)
 
@@ -141,24 +136,12 @@ OF_THE_DAY = ("Today is {{ strftime_now('%d %B %Y') }}. "
               "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}<assistant>")
 
 
-class Days:
-    """A clock that can be set."""
-
-    def __init__(self, monkeypatch):
-        self.now = datetime(2026, 11, 28, 9, 30)
-        clock = type("Clock", (datetime,), {"now": lambda *_: self.now})
-        for module in (engine, conversation):
-            monkeypatch.setattr(module, "datetime", clock)
-        monkeypatch.setattr("triforce.hf.chat_template.datetime", clock)
-
-
-@pytest.fixture
-def days(monkeypatch):
-    return Days(monkeypatch)
-
-
-def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engine, tmp_path, days, monkeypatch):
+def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engine, tmp_path, monkeypatch):
     """By questions, and by a prefill that goes on the next day."""
+    days = SimpleNamespace(now=datetime(2026, 11, 28, 9, 30))
+    clock = type("Clock", (datetime,), {"now": lambda *_: days.now})
+    for name in ("engine.engine", "engine.conversation", "hf.chat_template"):
+        monkeypatch.setattr(f"triforce.{name}.datetime", clock)
     path, messages = tmp_path / "book.prefix", [{"role": "user", "content": "Call me Ishmael. " * 120}]
     engine = make_engine(tiny_engine.target, tokenizer=tiny_engine.tokenizer, prefill_chunk_size=256)
     compute = Buffers._compute

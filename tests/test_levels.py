@@ -34,8 +34,12 @@ def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
     assert levels_of(plan, row) == levels
 
 
-def observed(monkeypatch):
-    """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
+@pytest.mark.parametrize("options, drafts", [
+    ({}, {"draft", "retrieval"}), ({"draft": "ngram"}, {"ngram", "retrieval"}), *slow(
+        ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
+        ({"draft": "ngram", "retrieval": False}, {"ngram"}))])
+def test_levels_of_generations(monkeypatch, options, drafts):
+    """By the counts of all rounds, as the device reports them: how many tokens, and how many of them were accepted."""
     seen, settle = [], DecodeBatch._settle
 
     def settled(self, result, *more):
@@ -43,15 +47,6 @@ def observed(monkeypatch):
         return settle(self, result, *more)
 
     monkeypatch.setattr(DecodeBatch, "_settle", settled)
-    return seen
-
-
-@pytest.mark.parametrize("options, drafts", [
-    ({}, {"draft", "retrieval"}), ({"draft": "ngram"}, {"ngram", "retrieval"}), *slow(
-        ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
-        ({"draft": "ngram", "retrieval": False}, {"ngram"}))])
-def test_levels_of_generations(monkeypatch, options, drafts):
-    seen = observed(monkeypatch)
     engine = triforce.load("tiny", device="cpu", gamma=6, **options)
     out = engine.generate(TEXT, 90, temperature=0.0, ignore_eos=True)
     assert len(out.levels) == len(out.tokens) == len(out.pieces) == 90

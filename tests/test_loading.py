@@ -1,7 +1,7 @@
 """What `load` makes of what it was not told, what does not go together, and what an engine plans for a call."""
 
 import pytest
-from conftest import make_engine, random_pair, random_prompt
+from conftest import make_engine, random_prompt
 
 import triforce
 from triforce.config import Settings
@@ -110,10 +110,3 @@ def test_ids_that_the_draft_does_not_know_are_refused(pair):
         engine.generate([1, 50], 4)
     tokens = engine.generate(random_prompt(50, vocab_size=40), 60, temperature=3.0, top_p=1.0).tokens
     assert len(tokens) == 60 and max(tokens) < 40
-
-
-def test_the_progress_of_a_batch(pair):
-    engine = engine_of(random_pair(), budget=64, max_batch_size=2)
-    shares = []
-    engine.generate([random_prompt(100), random_prompt(200)], 4, on_prefill=shares.append)
-    assert shares == sorted(set(shares)) and shares[-1] == 1 and 0.5 in shares and 0 < shares[0] <= 0.5

@@ -1,15 +1,12 @@
 """Log-probabilities against a forward pass over the whole text, for tokens of every origin."""
 
 import math
-from unittest import mock
 
 import pytest
-import torch
-from conftest import VOCAB, make_engine, make_state, random_prompt, slow
+from conftest import VOCAB, make_engine, random_prompt, slow
 from reference import reference_filter
 
 import triforce
-from triforce.engine.logprobs import of_round
 
 LAWS = [{"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.7, "top_p": 0.9}, {"temperature": 0.8, "top_k": 5},
         {"temperature": 1.2, "min_p": 0.1}, {"temperature": 0.0}]
@@ -73,27 +70,6 @@ def test_bias_counts_in_the_law_alone(pair):
     assert out.tokens == [5] * 20 and all(told.logprob > -1e-6 > told.model_logprob for told in out.logprobs)
     logits = engine.logits([prompt + out.tokens])[0, len(prompt) - 1 : -1].log_softmax(-1)
     assert [told.model_logprob for told in out.logprobs] == pytest.approx(logits[:, 5].tolist(), abs=2e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_logits_are_those_of_the_round_to_the_bit(pair, rows):
-    state = make_state(*pair, [random_prompt(60, seed=row) for row in range(rows)], keep_logits=True)
-    outer = state.hierarchy.outer
-    for _ in range(6):
-        state.round()
-        hidden = outer.hidden[:, : outer.num_rows].contiguous()
-        assert torch.equal(outer.model.output(hidden).to(outer.logits.dtype), outer.logits[:, : outer.num_rows])
-    counts = [1] * rows
-    kept = of_round(outer, counts, 2)
-    outer.logits = None
-    assert of_round(outer, counts, 2) == kept
-
-
-def test_nothing_is_computed_for_those_who_do_not_ask(pair):
-    engine = make_engine(*pair, **SIZES)
-    with mock.patch("triforce.engine.session.of_round") as asked:
-        engine.generate(random_prompt(30), 8)
-    asked.assert_not_called()
 
 
 @pytest.mark.parametrize("k, text", [(-1, "logprobs (-1) must be a whole number, at least 0; try 5"),

@@ -10,7 +10,6 @@ from conftest import (
     bits,
     make_engine,
     make_state,
-    positions_in_view,
     random_pair,
     random_prompt,
     run_rounds,
@@ -79,13 +78,6 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     assert plain >= 2 and state.num_flushes >= 1
 
 
-def test_a_prompt_shorter_than_an_interval(models):
-    """Nothing of it streams: all of it lies in the tail until it grows."""
-    said = [run_rounds(state_of(models, [random_prompt(73)], flush_interval=128, **where), 80, **how)
-            for where in ({"num_resident_layers": 0}, {}) for how in ({}, {"plan": AUTOREGRESSION})]
-    assert said.count(said[0]) == 4
-
-
 def test_prefill_appends_to_what_lies_on_the_host(models):
     prompt = random_prompt(700)
     state = state_of(models, [prompt[:400]], num_resident_layers=0, piece_tokens=128)
@@ -99,29 +91,6 @@ def test_prefill_appends_to_what_lies_on_the_host(models):
     assert text[: len(begun)] == begun and text[len(begun) + extra :] == prompt[400:]
     fresh = state_of(models, [text])
     assert run_rounds(state, 60) == run_rounds(fresh, 60)
-
-
-@pytest.mark.parametrize("piece", [64, *slow(320, 2048)])
-def test_gathering_takes_what_was_selected(models, piece):
-    """The view after a verify that gathers is the one that a resident cache has at once."""
-    resident = state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6)
-    states = [state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6, num_resident_layers=layers,
-                       piece_tokens=piece) for layers in (0, 1)]
-    for state in (resident, *states):  # by the prompt's queries, before a first round that drafts nothing
-        state.hierarchy.view.catch_up([0])
-        state.round(AUTOREGRESSION)
-        run_rounds(state, 20)
-    for state in states:
-        same_views(state, resident)
-    resident.hierarchy.view.choose(0)
-    for state in states:
-        before = [k.clone() for k in state.hierarchy.view.k]
-        state.hierarchy.view.choose(0)
-        assert torch.equal(before[1], state.hierarchy.view.k[1])  # layer 1 is offloaded in both
-        assert state.hierarchy.view.awaiting
-        state.round()
-        assert not state.hierarchy.view.awaiting
-        same_views(state, resident)
 
 
 def test_each_row_of_a_batch_gathers_its_own(models):
@@ -145,13 +114,6 @@ def test_each_row_of_a_batch_gathers_its_own(models):
                 assert (view.k[1][row] == 7.0).all() and (view.v[1][row] == 7.0).all()
 
 
-def same_views(state, resident):
-    views = (state.hierarchy.view, resident.hierarchy.view)
-    for mine, other in zip(*((*view.k, *view.v) for view in views), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    assert all(len(set(held)) == resident.budget for held in positions_in_view(resident))
-
-
 def test_load_offloads(caplog):
     ids = random_prompt(400, vocab_size=4096)  # a view holds 256 of them
     caplog.set_level("INFO", logger="triforce")
@@ -166,23 +128,19 @@ def test_load_offloads(caplog):
     assert "KV cache: 8 of 8 layers on cpu, 0.00 GiB in host memory" in caplog.text
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_a_device_that_runs_out_leaves_the_engine_usable(pair, monkeypatch, error, states):
     engine = make_engine(*pair, offload=True, **SIZES)
     prompt = random_prompt(300)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
-    rounds = []
 
     def fails(self, *args, **kw):
-        rounds.append(1)
         raise error
 
     monkeypatch.setattr("triforce.decode.batch.DecodeBatch.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len") as told:
         engine.generate(prompt, max_new_tokens=20, temperature=0)
-    assert (str(error) or "MemoryError") in str(told.value)
-    assert rounds and len(states) == 1
+    assert (str(error) or "MemoryError") in str(told.value) and len(states) == 1
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
     assert len(states) == 2  # nothing was kept of what had failed
@@ -207,21 +165,6 @@ def test_memory_that_the_system_refuses_is_no_traceback():
     before, middle, after = done.stdout.splitlines()
     assert "GiB are free: KV cache of 8 layers in host memory" in before
     assert "ran out of memory" in middle and after == "4"
-
-
-def test_a_prefill_that_is_broken_off_leaves_nothing_behind(pair):
-    engine = make_engine(*pair, offload=True, prefill_chunk_size=64, **SIZES)
-    prompt = random_prompt(400)
-    whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
-
-    def interrupt(share):
-        if share > 0.3:
-            raise KeyboardInterrupt
-
-    other = random_prompt(350, seed=5)
-    with pytest.raises(KeyboardInterrupt):
-        list(engine.stream(other, 20, on_prefill=interrupt))
-    assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
 
 
 @pytest.mark.parametrize("piece", [112, *slow(32, 2048)])

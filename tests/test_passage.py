@@ -125,16 +125,6 @@ def test_every_piece_is_there_when_it_is_read(device, length):
         assert len(found.copied) == before + count
 
 
-def test_a_step_that_is_recorded_asks_for_none_of_the_first_pieces(device):
-    """They are copied before it; and it waits for events of their own, of which a graph sees the latest."""
-    found = device(104)
-    Passage(found.offload, ahead=True).attend(1, 100, lambda *_: STATES)
-    first = len(found.offload.staging)
-    assert all(event.external for event in found.offload.ready)
-    assert found.offload.copy_stream.priority < 0  # or it may be the very stream that is recorded on
-    assert [start for _, _, start in found.copied] == [PIECE * n for n in range(first, 13)]
-
-
 def test_a_recording_that_is_broken_off_in_a_copy_can_be_ended(device):
     """What the copy stream was given to do for it, the stream that records waits for."""
     found, copy = device(104), Offload.copy

@@ -25,7 +25,7 @@ PROMPTS = [DOCUMENT + random_prompt(count, seed=seed) for seed, count in enumera
 BASE = 192  # of flush intervals of 16
 KINDS = {"resident": {}, "offloaded": {"num_resident_layers": 1, "piece_tokens": 48}, "packed": {"pack": True},
          "packed in part": {"pack": True, "num_resident_layers": 1, "piece_tokens": 48},
-         "snapkv": {"draft_cache": "snapkv"}, "draft alone": {"retrieval": False}}
+         "snapkv": {"draft_cache": "snapkv"}, "draft alone": {"retrieval": False, "prefill_chunk_size": 50}}
 FAST = ("packed", "offloaded", "packed in part")
 
 
@@ -36,23 +36,17 @@ def digest(store) -> str:
     return found.hexdigest()
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """How many queries each attention over a shared prefix had."""
-    seen, function = [], blocks.over_shared
+@pytest.mark.parametrize("kind", [*FAST, *slow(*sorted(KINDS.keys() - {*FAST}))])
+def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, monkeypatch):
+    """The same with speculation on and off; the tokens are those of rows that share nothing; the document's keys and
+    values stay what they were. Rows flush, at different times."""
+    queries, function = [], blocks.over_shared  # how many queries each attention over the document had
 
     def counted(prefix, i, q, *args, **more):
-        seen.append(q.shape[0] * q.shape[2])
+        queries.append(q.shape[0] * q.shape[2])
         return function(prefix, i, q, *args, **more)
 
     monkeypatch.setattr(blocks, "over_shared", counted)
-    return seen
-
-
-@pytest.mark.parametrize("kind", [*FAST, *slow(*sorted(KINDS.keys() - {*FAST}))])
-def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch):
-    """The same with speculation on and off; the tokens are those of rows that share nothing; the document's keys and
-    values stay what they were. Rows flush, at different times."""
     monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 100)
     made = {"keep_logits": True, "max_new_tokens": 60, **KINDS[kind]}
     state = make_state(*pair, PROMPTS, base=BASE, **made)
@@ -62,31 +56,12 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch
     assert (shared.offload is not None) == ("num_resident_layers" in KINDS[kind])
     before, state_before = digest(shared), state.num_flushes
     on = bits_of_rows(state, 36)
-    assert calls and min(calls) >= len(PROMPTS) and state.num_flushes > state_before
+    assert queries and min(queries) >= len(PROMPTS) and state.num_flushes > state_before
     assert state.hierarchy.outer.totals[:, 0].sum() > 0 and digest(shared) == before
     state.rewind(60, AUTOREGRESSION)
     assert bits_of_rows(state, 36) == on
     alone = make_state(*pair, PROMPTS, **{**made, "num_resident_layers": None, "pack": False})
     assert run_rounds(alone, 36) == [[token for token, _ in row] for row in on]
-
-
-def test_rows_are_prefilled_side_by_side(pair, calls):
-    """In one pass over the shared prefix, or one after the other, where they do not fit a chunk: with the same K/V and
-    last queries, but for rounding."""
-    prompts = [*PROMPTS[:2], PROMPTS[1][:-3], PROMPTS[2]]  # two that have flushed as often
-    together = make_state(*pair, prompts, base=BASE)
-    assert len(calls) == together.target.config.n_layer - 1  # the last layer's attention is not needed
-    calls.clear()
-    apart = make_state(*pair, prompts, base=BASE, prefill_chunk_size=50)
-    assert len(calls) == len(prompts) * (apart.target.config.n_layer - 1)
-    for row, prompt in enumerate(prompts):
-        for i in range(2):
-            one, other = (state.cache.load(i, row, 0, len(prompt) - 1) for state in (together, apart))
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(*(state.cache.queries[i][row] for state in (together, apart)), atol=1e-4,
-                                       rtol=1e-4)
-        assert torch.equal(*(state.cache.query_weight[row] for state in (together, apart)))
-    assert together.lens == apart.lens == [len(prompt) - 1 for prompt in prompts]
 
 
 @pytest.mark.parametrize("made", [{}, {"tree_size": 16, "sampling": {"temperature": 0.9}, "rule": "coupled"}],
@@ -129,7 +104,7 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
     """Each view holds what it says, also once rows have many more tokens of their own than it has room for."""
     prompts = [DOCUMENT + random_prompt(count, seed=count) for count in (150, 120)]
     state = make_state(*pair, prompts, base=BASE, max_new_tokens=100, capacity=512, draft_cache=kind)
-    view, cache = state.hierarchy.view, state.cache
+    view = state.hierarchy.view
     while min(state.lens) < max(map(len, prompts)) + 40:
         state.round(DraftPlan(4, "model", True, 2, 2))
     assert view.selected == [True, True] and state.num_flushes >= 4
@@ -140,17 +115,6 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
         if view.kind.renews:
             view.choose(row)
             assert_view_holds_its_selection(view, row)
-        for i in range(2):
-            own = cache.prefix.load(i, row, BASE, cache.lens[row])
-            at = view.positions(row, i)
-            assert at.max() == cache.prefix.own_lens[row] - 1 or not view.kind.renews
-            for half, held in zip(own, (view.k, view.v), strict=True):
-                found = held[i][row][:, : view.held]
-                newest = slice(view.chunk_size, view.chunk_size + view.window_size)  # a ring: in any order
-                assert torch.equal(found[:, : view.chunk_size], half[:, : view.chunk_size])
-                if not view.kind.renews:
-                    window = half[:, half.shape[1] - view.window_size :]
-                    assert torch.equal(found[:, newest].sort(1).values, window.sort(1).values)
     if kind == "streaming":
         common = view.shared
         expected = [*range(4), *range(BASE - common.held + 4, BASE)]

@@ -136,13 +136,9 @@ def rank(index: int, count: int, folder: Path, function) -> None:
     dist.destroy_process_group()
 
 
-def mine(group: Group) -> range:
-    share = HEADS // group.size
-    return range(group.rank * share, (group.rank + 1) * share)
-
-
 def what_ranks_do(group: Group, folder: Path) -> None:
-    kv, heads = layers(), mine(group)
+    kv, share = layers(), HEADS // group.size
+    heads = range(group.rank * share, (group.rank + 1) * share)
     found = load(folder / "one.prefix", heads, group)
     assert same(found, [x[:, heads.start : heads.stop] for x in kv])
     save(folder / f"{group.size}.prefix", kv if group.rank else layers(), heads=heads, group=group)
@@ -300,27 +296,21 @@ def test_no_place_to_write(tmp_path):
             save(path, layers(), source=lambda i: pytest.fail("it was known before"))
 
 
-def forked(function) -> int:
-    """A process that runs it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            function()
-        finally:
-            os._exit(0)
-    return pid
-
-
 def test_a_killed_writer_leaves_a_whole_file(saved):
     kinds, draw, seen, left = [layers(seed) for seed in (0, 1)], random.Random(0), set(), 0
 
     def write_on(n):
-        for kv in 100 * [kinds[n % 2], kinds[(n + 1) % 2]]:
-            save(saved, kv, source=lambda i, kv=kv: time.sleep(0.001) or kv[i])
+        try:
+            for kv in 100 * [kinds[n % 2], kinds[(n + 1) % 2]]:
+                save(saved, kv, source=lambda i, kv=kv: time.sleep(0.001) or kv[i])
+        finally:
+            os._exit(0)
 
     for n in range(10):
         before = saved.stat().st_ino
-        pid = forked(lambda n=n: write_on(n))
+        pid = os.fork()
+        if pid == 0:
+            write_on(n)
         while saved.stat().st_ino == before:
             time.sleep(0.001)
         time.sleep(0.02 * draw.random())

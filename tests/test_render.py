@@ -18,7 +18,7 @@ from triforce import cli, render
 from triforce.cli import run
 from triforce.cli.interactive import reply
 from triforce.engine.output import Generation, Stats
-from triforce.render import COLOURS, Bar, Console, characters, consoles, draw, in_notebook, spans, visible
+from triforce.render import COLOURS, Bar, Console, consoles, draw, in_notebook, visible
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 EVIL = "a\x1b]0;title\x07b\x7fc\x9b2Jd\u202ee\u2066f\r\n\tg"
@@ -31,21 +31,13 @@ class Drawn:
     """In the place of a bar of tqdm: what it was told."""
 
     def __init__(self, desc: str, total: int, **_):
-        self.what, self.total, self.n, self.seen, self.closed = desc, total, 0, [], False
+        self.what, self.total, self.n, self.closed = desc, total, 0, False
 
     def update(self, more):
         self.n += more
-        self.seen.append(self.n)
 
     def close(self):
         self.closed = True
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    made = []
-    monkeypatch.setattr("tqdm.auto.tqdm", lambda **how: made.append(Drawn(**how)) or made[-1])
-    return made
 
 
 @pytest.fixture
@@ -54,20 +46,13 @@ def notebook(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
 
 
-def test_a_bar_follows_the_work(drawn):
-    bar = Bar("prefill", 200)
-    bar(0.25)
-    bar.count(100)
-    assert drawn[0].seen == [50, 100] and not drawn[0].closed
-    bar(1.0)
-    assert drawn[0].closed and len(drawn) == 1
-
-
-def test_a_notebook_shows_bars(pair, notebook, drawn):
+def test_a_notebook_shows_bars(pair, notebook, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **how: drawn.append(Drawn(**how)) or drawn[-1])
     engine = make_engine(*pair, **SIZES, max_batch_size=2, prefill_chunk_size=8)
     engine.generate([random_prompt(40), random_prompt(30), random_prompt(60)], 20)
     assert {bar.what for bar in drawn} == {"prefill", "decode"} and all(bar.closed for bar in drawn)
-    assert [bar.seen[-1] for bar in drawn if bar.what == "decode"] == [60]  # of both groups
+    assert [bar.n for bar in drawn if bar.what == "decode"] == [60]  # of both groups
     drawn.clear()
     list(engine.stream(random_prompt(50, seed=1), 5))
     assert [bar.what for bar in drawn] == ["prefill"]  # what is said shows how far it is
@@ -136,17 +121,6 @@ def test_whatever_a_model_says_is_escaped():
     out.finish_reason = "<b>"
     assert "<b>" not in out._repr_html_()
     assert "x&lt;y" in Generation("x<y", [5], "length", Stats(1))._repr_html_()  # made by hand
-
-
-def test_spans_of_a_growing_text():
-    pieces, levels = ["ab", "", "c"], ["draft", "target", "draft"]
-    text = characters(pieces, levels)
-    assert spans(text, 1) == [("a", "draft")]
-    assert spans(text, 2) == [("bc", "draft")]  # the token between them is no text
-    pieces += ["de", "f", "g"]
-    levels += ["target", "retrieval", "retrieval"]
-    assert spans(text, 3) == [("de", "target"), ("f", "retrieval")]
-    assert spans(text, 5) == [("g", "retrieval")] and spans(text) == []
 
 
 FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "24", "--device", "cpu", "--gamma", "6",
@@ -230,7 +204,6 @@ def test_a_file_gets_what_there_is(capsys):
 
 @pytest.mark.parametrize("flags", [[], ["--show-levels"], ["--num-samples", "1"], ["--num-samples", "2"]])
 def test_no_answer_controls_a_terminal(flags, terminals, monkeypatch):
-    """Whichever way it is printed."""
     engine = run.load("tiny", device="cpu")
     monkeypatch.setattr(run, "load_engine", lambda args, group: engine)
     *_, escape = engine.tokenizer.encode("\x1b", bos=False)

@@ -148,15 +148,6 @@ def test_four_rows_give_the_bits_of_more(batch, pack):
         assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whether_rows_are_even_is_tried(dtype):
-    target, _ = random_pair(dtype=dtype)
-    units = [row_unit(target, *how, False) for how in ((1, 8), (3, 8), (1, 64), (5, 8))]
-    # A CPU has another kernel for 64 and more queries in bf16, and rounds otherwise there: also over a prefix that the
-    # batch shares.
-    assert units == ([4, 4, 4, 4] if dtype == torch.float32 else [4, 4, 64, 8])
-
-
 @pytest.mark.parametrize("owner,name", [(SiLU, "forward"), (attention, "dense"), (attention, "masked"),
                                         (nn.RMSNorm, "forward"), (Linear, "forward")])
 def test_where_rows_are_not_even_padded_steps_have_all(owner, name, monkeypatch):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
 from triforce.decode.controller import Controller, Costs
@@ -144,7 +143,6 @@ def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
 
 
 def ways_of(plans: list[DraftPlan]) -> list[list[DraftPlan]]:
-    """By what drafts."""
     return [[plan for plan in (AUTOREGRESSION, *plans) if plan.drafter == way]
             for way in (None, "model", "ngram", "retrieval")]
 
@@ -242,33 +240,3 @@ def test_the_engine_with_auto(models, eager_to_draft, size):
     assert samples[0].tokens == runs[0] != samples[1].tokens
     both = engine.generate([prompt, prompt[:300]], **law)
     assert both[0].tokens == runs[0] and both[0].stats.shared_tokens == 0
-
-
-def test_a_leaf_behind_a_limit_is_not_counted(models):
-    """Where a flush cuts a round off before it."""
-    state, _ = made(models, "own", "triforce", **LEAVES, flush_interval=8)
-    counted = cut = 0
-    while state.num_flushes < 30:
-        state.round()
-        [row] = state.last_round.rows
-        cut += state.lens[0] % 8 == 0 and len(row.tokens) == row.num_accepted
-        assert len(row.tokens) > row.num_accepted or not row.beside
-        counted += row.beside
-    assert counted >= 10 and cut >= 5
-
-
-def test_what_a_draft_keeps_of_leaves_is_of_the_text(models):
-    """It never drafted them: it takes them in like any other token."""
-    text = {"retrieval": False, "draft_window": 2048, **COMMON, **LEAVES, "flush_interval": 64}
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **text)
-    for _ in range(3):
-        while not state.round() or not state.last_round.rows[0].beside:
-            pass
-        state.round()
-        draft, [tokens] = state.hierarchy.sources["model"], state.texts()
-        length = int(draft.length[0])
-        fresh = make_state(*models, [tokens], sampling={**LAWS["own"], "seed": [SEED]}, **text)
-        caches = [one.hierarchy.sources["model"].cache for one in (state, fresh)]
-        assert state.lens[0] - 1 <= length <= state.lens[0]
-        for i in range(draft.model.config.n_layer):
-            torch.testing.assert_close(*(cache.load(i, 0, 0, length) for cache in caches), rtol=1e-4, atol=1e-4)

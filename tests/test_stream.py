@@ -13,17 +13,6 @@ SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 PROMPT = random_prompt(100)
 
 
-def test_a_result_in_between_stays_what_it_was(pair):
-    stream = make_engine(*pair, **SETTINGS).stream(PROMPT, 40, temperature=0.0, logprobs=0)
-    next(stream)
-    early = stream.result
-    count = len(early.tokens)
-    for _ in stream:
-        pass
-    assert len(early.tokens) == len(early.levels) == len(early.pieces) == len(early.logprobs) == count < 40
-    assert early.stats.new_tokens == count and len(stream.result.tokens) == 40
-
-
 def test_another_thread_ends_it(pair):
     """As a server does whose client is gone: after the round that is under way."""
     engine, is_round, closed = make_engine(*pair, **SETTINGS), threading.Event(), threading.Event()
@@ -40,15 +29,6 @@ def test_another_thread_ends_it(pair):
     other.join(20)
     assert closed.is_set() and 0 < len(stream.result.tokens) < 20
     assert len(engine.generate(PROMPT, 5).tokens) == 5
-
-
-def test_a_callback_ends_it(pair):
-    engine = make_engine(*pair, **SETTINGS)
-    stream = engine.stream(PROMPT, 200, temperature=0.0, on_decode=lambda count: stream.close())
-    assert len(list(stream)) == 1 and stream.result.finish_reason == "interrupted"
-    assert 0 < len(stream.result.tokens) < 20
-    early = engine.stream(random_prompt(100, seed=1), 200, on_prefill=lambda share: early.close())
-    assert list(early) == [] and early.result.tokens == []
 
 
 def test_a_turn_that_a_callback_ends_is_kept_as_it_was_given():

@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def four():
-    """Four threads for a test."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield

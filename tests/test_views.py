@@ -63,19 +63,6 @@ def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
         made.clear()
 
 
-def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkeypatch):
-    state = make_state(*pair, [random_prompt(300)])
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(state.hierarchy.view, "_select", interrupted)
-        state.round(DraftPlan(4, "model", True, 2, 2))
-    state.round(DraftPlan(4, "model", True, 2, 2))
-    assert_view_holds_its_selection(state.hierarchy.view, 0)
-
-
 def test_scores_are_those_of_kept_rows():
     """Whatever the queries of rejected tokens are; in grouped queries, too, where rows of two heads stand together."""
     torch.manual_seed(0)
@@ -89,20 +76,6 @@ def test_scores_are_those_of_kept_rows():
         torch.testing.assert_close(found[head, 3:25], expected)
     queries[:, 3:] = 100 * torch.randn(4, 3, 8)
     assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
-
-
-@pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
-@pytest.mark.parametrize("prefix, whole", [(48, True), (64, True), (80, False)])
-def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, whole):
-    state = make_state(pair[0], None, [random_prompt(prefix + 1)], draft_cache=kind)
-    view, full = state.hierarchy.view, state.cache.prefix
-    assert full.lens == [prefix] and state.budget == 64
-    view.catch_up(range(state.batch))
-    for i in range(2 if whole else 0):
-        assert view.lens == [prefix]
-        assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])
-        assert torch.equal(view.v[i][:, :, :prefix], full.v[i][:, :, :prefix])
-    assert view.num_rebuilds == 0 and (whole or view.lens[0] <= 64)
 
 
 def test_chunks_are_scored_where_products_leave_the_range_of_float16():
