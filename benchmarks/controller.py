@@ -38,6 +38,11 @@ RATES = [(0.97, 0.75, 0.9), (0.93, 0.6, 0.4), (0.93, 0.3, 0.1), (0.85, 0.6, 0.1)
 NO_GOOD, TOKENS = (0.05, 0.03, 0.02), (32, 64, 128, 256)
 
 
+def milliseconds(costs: Costs, plan: DraftPlan) -> tuple[float, float]:
+    """Of a round of a plan: drafting, and checking."""
+    return float(costs.drafting(plan) @ costs.values), float(costs.checking(plan) @ costs.values)
+
+
 def kept(rng: random.Random, rate: float, count: int) -> int:
     """Of so many drafted tokens, those before the first that is not kept."""
     return next((i for i in range(count) if rng.random() >= rate), count)
@@ -82,7 +87,7 @@ def time_per_token(setting: tuple, rates: tuple, tokens: int, seed: int, control
             for name, (hits, tests) in told.items():
                 before = seen.get(name, (0, 0))
                 seen[name] = before[0] + hits, before[1] + tests
-        took, count = costs.milliseconds(now), mean(counts)
+        took, count = milliseconds(costs, now), mean(counts)
         spent, emitted, hard = spent + sum(took), emitted + count, hard - count
         for _ in range(round(count)):
             meter.update(rng.random() < chances["ngram"], 1)
@@ -136,7 +141,7 @@ def main() -> None:
         print(f"{name:<20}" + "".join(f"{first:>9.3f} {then:.3f}" for first, then in line), flush=True)
     print(f"mean {mean(every):.3f}, worst {max(every):.3f}\n\nwhere drafts are no good, over autoregression")
     for name, setting in SETTINGS.items():
-        plain = sum(setting[0].milliseconds(DraftPlan(padded=setting[1].plain)))
+        plain = sum(milliseconds(setting[0], DraftPlan(padded=setting[1].plain)))
         line = [[time / plain for time in texts(setting, NO_GOOD, tokens)] for tokens in TOKENS]
         print(f"{name:<20}" + "".join(f"{tokens:>7}: {first:.3f} {then:.3f}" for tokens, (first, then) in
                                       zip(TOKENS, line, strict=True)), flush=True)

@@ -109,7 +109,7 @@ class Rounds:
 
     def add(self, plan: DraftPlan, costs) -> None:
         self.count += 1
-        self.parts["verify"] += costs.milliseconds(plan)[1]
+        self.parts["verify"] += float(costs.checking(plan) @ costs.values)
         for (what, _), took in zip(costs.number, costs.drafting(plan) * costs.values, strict=True):
             self.parts["retrieval" if what == "retrieval" else "draft"] += took
 

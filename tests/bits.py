@@ -249,7 +249,7 @@ def told(answers: list[Generation]) -> dict:
     # Not the drawn distribution: how a GPU sums it up follows from the number of tokens that are told at once.
     hashes = [hashlib.sha256(repr([(one.model_logprob, one.top) for one in found.logprobs]).encode())
               for found in answers]
-    drafts = [[one.target_forwards, one.flushes, one.retrieval_rebuilds, one.shared_tokens, one.reused_tokens,
+    drafts = [[one.target_forwards, one.retrieval_rebuilds, one.shared_tokens, one.reused_tokens,
                sorted(one.acceptance_rate.items())] for one in (found.stats for found in answers)]
     return {"tokens": [found.tokens for found in answers], "logits": [one.hexdigest() for one in hashes],
             "drafts": json.loads(json.dumps(drafts))}

@@ -1,6 +1,7 @@
 """The controller learns costs and rates, finds the cheapest plan, and comes back to what it left."""
 
 import copy
+import functools
 import random
 import statistics
 import time
@@ -8,7 +9,7 @@ from random import Random
 
 import pytest
 from conftest import make_engine, random_prompt
-from controller import kept, one_round
+from controller import kept, milliseconds, one_round
 
 from triforce.decode.controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate, emitted
 from triforce.decode.pilot import Tally
@@ -25,7 +26,7 @@ def gpu_128k(**more) -> Costs:
 def settle(controller: Controller, rates: dict[str, float], rounds: int = 400,
            seed: int = 0) -> dict[DraftPlan, int]:
     """Rounds against levels that accept with the given chances; counts the plans of the second half."""
-    rng, chosen, takes = random.Random(seed), {}, copy.deepcopy(controller.costs).milliseconds
+    rng, chosen, takes = random.Random(seed), {}, functools.partial(milliseconds, copy.deepcopy(controller.costs))
     for i in range(rounds):
         plan = controller.choose()
         num_tokens, observed = one_round(rng, plan, rates)
@@ -108,12 +109,12 @@ def test_rounds_set_the_times_right():
     controller = Controller(gpu_128k(), 7, 3)
     first = controller.choose()
     assert first.retrieval and first.source == "model"
-    drafting, checking = gpu_128k().milliseconds(first)
+    drafting, checking = milliseconds(gpu_128k(), first)
     for _ in range(16):
         controller.timed(first, 5 * drafting, checking)
     other = controller.choose()
     assert not other.retrieval
-    assert controller.costs.milliseconds(first)[0] == pytest.approx(5 * drafting, rel=0.05)
+    assert milliseconds(controller.costs, first)[0] == pytest.approx(5 * drafting, rel=0.05)
     for _ in range(40):
         controller.timed(first, drafting, checking)
     assert controller.choose() == first
@@ -123,7 +124,7 @@ def test_a_hiccup_changes_no_mind():
     for slow in ((1000, 1), (1, 1000), (1000, 1000)):
         controller = Controller(gpu_128k(), 7, 3)
         plan = controller.choose()
-        took = gpu_128k().milliseconds(plan)
+        took = milliseconds(gpu_128k(), plan)
         for i in range(10):
             controller.timed(plan, *(one * (times if i == 5 else 1) for one, times in zip(took, slow, strict=True)))
             assert controller.choose() == plan
@@ -147,7 +148,7 @@ def test_a_draft_that_was_no_good_in_earlier_texts_is_hardly_tried():
         for _ in range(256):
             plan = controller.choose()
             tried[mean] += plan.gamma > 0
-            controller.timed(plan, *costs().milliseconds(plan))
+            controller.timed(plan, *milliseconds(costs(), plan))
             controller.update(1, **({"model": (0, 1)} if plan.gamma else {}))
     assert tried[0.05] <= 6 < 2 * tried[0.5] / 3
     chosen = settle(Controller(costs(), 7, 0, rates=no_good(0.05)), {"model": 0.9}, 200)
@@ -168,7 +169,7 @@ def busy_then_idle(costs: Costs, busy: int, tokens: int) -> tuple[Controller, fl
     rng, spent, emitted = random.Random(0), 0.0, 0
     for i in range(10_000):
         plan = controller.choose(ngram=0.1)
-        took = [one * (2 if i < busy else 1) for one in tiny().milliseconds(plan)]
+        took = [one * (2 if i < busy else 1) for one in milliseconds(tiny(), plan)]
         count = 1 + kept(rng, 0.1, plan.gamma) if plan.source == "ngram" else 1
         controller.timed(plan, *took)
         controller.update(count, **(HOPELESS if plan.source == "model" else {}))
@@ -236,7 +237,7 @@ def test_expected_tokens_of_rounds_with_leaves(leaf):
         for _ in range(2000):
             controller.update(0, **{name: (3, 10)})
     plan = DraftPlan(most, "model", True, inner, rounds)
-    found = sum(costs.milliseconds(plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
+    found = sum(milliseconds(costs, plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
         controller.plans.index(plan)]
     assert found == pytest.approx(statistics.fmean(map(play, between)), rel=0.03)  # by the mean of what is drafted
 
@@ -264,7 +265,7 @@ def true() -> Costs:
     (DraftPlan(7, "ngram"), (0.4 + 6 * 0.1, 32.0)),
 ])
 def test_what_a_round_takes(plan, expected):
-    assert true().milliseconds(plan) == pytest.approx(expected)
+    assert milliseconds(true(), plan) == pytest.approx(expected)
 
 
 def test_rounds_set_a_wrong_guess_right():
@@ -277,11 +278,11 @@ def test_rounds_set_a_wrong_guess_right():
     for _ in range(200):
         plan = rng.choice(plans)
         sums = learned.drafting(plan), learned.checking(plan)
-        for parts, took in zip(sums, true().milliseconds(plan), strict=True):
+        for parts, took in zip(sums, milliseconds(true(), plan), strict=True):
             if took:
                 learned.observe(parts, took * rng.uniform(0.97, 1.03))
     for plan in plans:
-        assert learned.milliseconds(plan) == pytest.approx(true().milliseconds(plan), rel=0.12)
+        assert milliseconds(learned, plan) == pytest.approx(milliseconds(true(), plan), rel=0.12)
 
 
 def test_a_second_text_begins_with_what_the_first_learned(pair):

@@ -146,7 +146,7 @@ def brief(monkeypatch):
 def test_it_says_beforehand_how_long_it_takes(parameters, says, monkeypatch, capsys):
     """By 8,704 tokens that go through the model, or by 2,048 where those take minutes. A core has 40 billion operations
     a second."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setitem(check.RATES, "cpu", 4e10)
     monkeypatch.setattr(ModelConfig, "num_parameters", parameters)
     monkeypatch.setattr(check, "examine", lambda *args: [])
     assert cli.main(["check", "--device", "cpu"]) == 0
@@ -180,7 +180,7 @@ def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
     monkeypatch.setattr(check.plan, "need", lambda job, _: {"fits": job.prompt_len <= 1000})
     assert check.lengths_of(*check.read(flags), 4096, CPU) == lengths
     assert check.lengths_of(*check.read([]), 300, CPU) == [204]
-    monkeypatch.setattr(check, "rate", lambda device: 3e8)  # operations a second: 1,000 tokens take more than 180 s
+    monkeypatch.setitem(check.RATES, "cpu", 3e8)  # operations a second: 1,000 tokens take more than 180 s
     assert check.lengths_of(*check.read([]), 4096, CPU) == [512]
 
 

@@ -13,6 +13,7 @@ import pytest
 from conftest import make_engine, random_prompt
 
 import triforce
+from triforce import cli
 from triforce.serve import Answers, Documents, Job, Listening, Refused, Server
 
 DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
@@ -117,7 +118,12 @@ def post(served, path, body, key="a key"):
     ({"prompt": "a", "stop": [3]}, 400, "stop ([3]) must be"), ({"prompt": "a", "tools": [{}]}, 400, "tools ([{}])"),
     ({"prompt": "a", "logit_bias": {"99999999": 1}}, 400, "99999999"),
     ({"prompt": [10**9]}, 400, "outside the vocabulary"), ({"prompt": "a " * 2**20}, 413, "larger than 1048576 bytes"),
-    ({"prompt": "a", "stream": True, "stream_options": 1}, 400, "must be an object"),
+    ({"prompt": "a", "stream": True, "stream_options": 1}, 400, "stream_options (1) is not supported"),
+    ({"prompt": "a", "stream": "false"}, 400, "stream ('false')"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "from 1 to 64"),
+    ({"prompt": "a", "temperature": True}, 400, "temperature (True)"),
+    ({"prompt": "a", "logit_bias": {"²": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "messages": []}, 400, "messages ([])"),
     ({"prompt": "a", "colour": "red"}, 400, "colour ('red') is not supported")])
 def test_what_is_refused(served, body, status, says):
     """In OpenAI's form, with the library's words; the server goes on."""
@@ -125,6 +131,24 @@ def test_what_is_refused(served, body, status, says):
     assert found == status and says in json.loads(text)["error"]["message"]
     fine = {"prompt": "a", "max_tokens": 2, "frequency_penalty": 0, "user": "x"}
     assert post(served, "/v1/completions", fine)[0] == 200
+
+
+def test_who_wants_no_pieces_gets_none(served):
+    """So who waits for the whole answer is asked whether its client is still there."""
+    engine, answers, _ = served
+    got, law = [], {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    answers.submit([Job(engine.tokenizer.encode("The sea"), 9, (), None, law, got.append, False)])
+    while not got:
+        time.sleep(0.02)
+    assert [one.text for one in got] == [alone(engine, "The sea", 9).text]
+    assert post(served, "/v1/chat/completions", {"messages": [5]})[0] == 400
+
+
+def test_a_port_that_is_taken(served, capsys):
+    for port in (served[2].rpartition(":")[2], "99999"):
+        assert cli.main(["serve", "--port", port]) == 2
+        said = capsys.readouterr()
+        assert "choose another --port" in said.err and len(said.err.splitlines()) == 1 and said.out == ""
 
 
 def test_keys_and_health(served):
@@ -205,7 +229,7 @@ def test_too_many_wait_and_an_end():
 
     ids = engine.tokenizer.encode("Once upon a time")
     law = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    jobs = [Job(ids, 2000, (), None, law, send) for _ in range(3)]
+    jobs = [Job(ids, 2000, (), None, law, send, True) for _ in range(3)]
     with pytest.raises(Refused, match="0 answers wait and 1 may"):
         answers.submit(jobs[:2])
     answers.submit(jobs[:1])

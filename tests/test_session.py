@@ -66,7 +66,7 @@ def test_counts(pair, monkeypatch):
     while emitted < 48:
         emitted += len(state.round()[0])
     assert stats.target_forwards == state.num_forwards and stats.block_efficiency == 48 / state.num_forwards
-    assert stats.flushes == state.num_flushes == 3  # at 112, 128 and 144 tokens
+    assert state.num_flushes == 3  # at 112, 128 and 144 tokens
     assert stats.retrieval_rebuilds == state.hierarchy.view.num_rebuilds >= 2
     assert stats.acceptance_rate == state.hierarchy.acceptance_rates()[0]
 

@@ -1,5 +1,6 @@
 """The one exception for mistakes that a user can mend. The command line prints its text and no traceback."""
 
+import argparse
 import difflib
 from collections.abc import Iterable
 
@@ -19,6 +20,13 @@ class NotFinite(UserError):
         super().__init__(f"the target's logits after {len(tokens):,} tokens are not finite numbers; load the model "
                          "with another --dtype, or download the checkpoint again")
         self.tokens = tokens
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of all flags."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def not_known(name: str, what: str, known: Iterable[str], otherwise: str = "") -> str:

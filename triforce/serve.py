@@ -8,11 +8,11 @@ Over HTTP: /v1/models, /v1/completions, /v1/chat/completions, /health. Errors ha
 words.
 """
 
-import argparse
 import asyncio
 import contextlib
 import hmac
 import json
+import socket
 import threading
 import time
 import uuid
@@ -27,12 +27,13 @@ from .engine.engine import Engine
 from .engine.loading import load
 from .engine.output import Generation, special_ids, stop_strings
 from .engine.prompt_cache import SHARED_FROM, Prefix, common_length
-from .errors import UserError
+from .errors import Parser, UserError
+from .hf.tokenizer import is_messages
 
 try:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ImportError as error:
@@ -74,6 +75,7 @@ class Job:
     logprobs: int | None
     sampling: dict  # a value for each field of `Sampling`
     send: Callable[[object], None]  # of a piece (str), the result (Generation) or an error; from any thread
+    streams: bool  # somebody wants the pieces
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     cached: int = 0  # tokens of the prompt that were held before it came
 
@@ -144,7 +146,7 @@ class Answers(threading.Thread):
         going = set(range(len(jobs)))
         try:
             for number, piece in stream:
-                if piece and number in going:
+                if piece and number in going and jobs[number].streams:
                     jobs[number].send(piece)
                 for other in list(going):  # one may have ended in this round, and its last piece not have come yet
                     if jobs[other].is_cancelled.is_set() or self._stops:
@@ -225,7 +227,7 @@ class Server:
                 if self.api_key and not hmac.compare_digest(given.encode(), self.api_key.encode()):
                     raise Refused("the API key is wrong; give the server's --api-key", 401, "authentication_error")
                 return await handler(request)
-            except UserError as error:
+            except (UserError, ClientDisconnect) as error:
                 return Refused(str(error)).response()
             except Refused as error:
                 return error.response()
@@ -241,22 +243,22 @@ class Server:
                                                          "owned_by": "triforce"}]})
 
     async def completions(self, request: Request) -> Response:
-        body = await self.body(request)
+        body = await self.body(request, {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"})
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
         if prompt is None or not prompt:
             raise Refused("prompt is missing or empty; give a text, ids, or a list of these", param="prompt")
         prompts = await self.encoded(prompt if several else [prompt])
-        return await self.respond(request, body, prompts, False, body.get("max_tokens") or 16, body.get("logprobs"))
+        return await self.respond(request, body, prompts, False, body.get("max_tokens", 16), body.get("logprobs"))
 
     async def chat(self, request: Request) -> Response:
-        body = await self.body(request)
+        body = await self.body(request, {"prompt"})
         messages, variables = body.get("messages"), body.get("chat_template_kwargs")
-        if not messages or not isinstance(messages, list):
+        if not isinstance(messages, list) or not is_messages(messages):
             raise Refused("messages is missing or empty; give a list of {role, content}", param="messages")
         prompts = await self.encoded([messages], chat_template_kwargs=variables)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        limit = limit or max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
+        usual = max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
+        limit = body.get("max_completion_tokens", body.get("max_tokens", usual))
         logprobs = body.get("top_logprobs") or 0 if body.get("logprobs") else None
         return await self.respond(request, body, prompts, True, limit, logprobs)
 
@@ -264,8 +266,8 @@ class Server:
         """Ids of prompts, on another thread: a book takes a second."""
         return [await asyncio.to_thread(self.engine.encode_prompt, one, **how) for one in prompts]
 
-    async def body(self, request: Request) -> dict:
-        """The fields of a request, those that are known."""
+    async def body(self, request: Request, others: set[str]) -> dict:
+        """The fields of a request, those that are known. others: of the other way to ask."""
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
@@ -279,10 +281,10 @@ class Server:
             raise Refused("the body is no JSON object") from None
         body = {name: value for name, value in body.items() if value is not None and name not in SILENT}
         for name, value in body.items():
-            if name not in KNOWN and value not in NEUTRAL.get(name, ()):
+            kinds = {"stream": bool, "stream_options": dict}.get(name, object)
+            wrong = name in SAMPLING and isinstance(value, bool) or not isinstance(value, kinds)
+            if wrong or name not in KNOWN - others and value not in NEUTRAL.get(name, ()):
                 raise Refused(f"{name} ({value!r}) is not supported; leave it out", param=name)
-        if not isinstance(body.get("stream_options", {}), dict):
-            raise Refused(f"stream_options ({body['stream_options']!r}) must be an object", param="stream_options")
         if body.get("model", self.name) != self.name:
             raise Refused(f"model {body['model']!r} is not here; there is {self.name!r}", 404, param="model")
         return body
@@ -301,7 +303,7 @@ class Server:
         sampling = OPENAI | self.engine.defaults | {name: body[name] for name in SAMPLING if name in body}
         bias = sampling.get("logit_bias")
         if isinstance(bias, dict):
-            sampling["logit_bias"] = {int(one) if str(one).isdigit() else one: value for one, value in bias.items()}
+            sampling["logit_bias"] = {int(i) if i.isdecimal() and len(i) < 20 else i: one for i, one in bias.items()}
         # Checked here, and what was checked goes on: a mistake would end the answers beside it.
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
         checked = split(sampling, Sampling, what="option")[0][0].rows(1)
@@ -313,7 +315,8 @@ class Server:
             for i in range(count):
                 queue: asyncio.Queue = asyncio.Queue()
                 seed = drawn["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
-                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue)))
+                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue),
+                                body.get("stream", False)))
                 queues.append(queue)
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)
@@ -351,9 +354,8 @@ async def gathered(request: Request, queues: list[asyncio.Queue]) -> list[Genera
     """The results of all jobs. A client that goes away ends them."""
     found = []
     for queue in queues:
-        while not isinstance(item := await next_item(queue, request), Generation):
-            if isinstance(item, Exception):
-                raise item
+        if isinstance(item := await next_item(queue, request), Exception):
+            raise item
         found.append(item)
     return found
 
@@ -465,7 +467,7 @@ def usage(jobs: list[Job], results: list[Generation]) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce serve`."""
-    p = argparse.ArgumentParser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface. Other "
+    p = Parser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface. Other "
                                 "flags: NAME=VALUE of `triforce.load`, such as --set budget=4096.")
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--draft", help="a draft model, ngram or none")
@@ -483,6 +485,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--max-choices", type=int, default=16, help="the most answers of a request")
     p.add_argument("--max-body", type=int, default=2**26, help="bytes of a request")
     args = p.parse_args(argv)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:  # before the checkpoint is read
+        place = socket.create_server((args.host, args.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot serve at {args.host}:{args.port}, {error}; choose another --port or --host") from None
     options = dict(one.partition("=")[::2] for one in args.set)
     for name, value in options.items():
         with contextlib.suppress(ValueError):
@@ -495,7 +502,7 @@ def main(argv: list[str] | None = None) -> int:
     server = Server(answers, args.served_model_name or args.checkpoint, args.api_key, args.max_tokens,
                     args.max_choices, args.max_body)
     print(f"http://{args.host}:{args.port}/v1 serves {server.name}; Ctrl-C ends it", flush=True)
-    Listening(answers, server.app, args.host, args.port).run()
+    Listening(answers, server.app, args.host, args.port).run([place])
     return 0
 
 

@@ -34,7 +34,7 @@ from .main import COUNT, FILE, SWITCH, parse_both
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
 LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where nobody says others
-SECONDS = 180  # that the longest of these prompts may take, about
+RATES = {"cpu": 4e10 * torch.get_num_threads(), "cuda": 1e14}  # operations a second, about
 # Units in the last place by which two right implementations may differ, times the root of the number of layers, since
 # each layer rounds once more: units of the largest logit, and of a logit's mean size. Half precision adds products in
 # float32 and rounds once. In float32 a thousand numbers are added in any order.
@@ -158,11 +158,6 @@ def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
-def rate(device: torch.device) -> float:
-    """Operations a second, about."""
-    return 1e14 if device.type == "cuda" else 4e10 * torch.get_num_threads()
-
-
 def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     """Prompt lengths, ascending. Settings that do not fit each other are found here."""
     most = longest - own.new
@@ -171,7 +166,7 @@ def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
         raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that fit; use {most}")
     job, here = plan.job_of(args), plan.machine_of(str(device))
     fitting = [length for length in lengths if plan.need(replace(job, prompt_len=length), here)["fits"]
-               and 10 * job.target.num_parameters * length <= SECONDS * rate(device)]
+               and 10 * job.target.num_parameters * length <= 180 * RATES[device.type]]  # seconds, about
     return lengths if own.lengths else fitting or lengths[:1]
 
 
@@ -243,7 +238,7 @@ def main(argv: list[str]) -> int:
     ids = Tokenizer(folder).encode(text[: 16 * max(far, *lengths)])  # no tokenizer makes longer tokens on average
     begun_anew = -(-max(far, *lengths) // len(ids)) - 1
     ids *= begun_anew + 1
-    minutes = math.ceil(2 * config.num_parameters * (2 * far + lengths[-1] + sum(lengths)) / rate(device) / 60)
+    minutes = math.ceil(2 * config.num_parameters * (2 * far + lengths[-1] + sum(lengths)) / RATES[device.type] / 60)
     say(f"at {', '.join(map('{:,}'.format, lengths))} tokens, some {minutes} min; less with --lengths")
     records = list(examine(own, args, ids[:far], [ids[:length] for length in lengths], device))
     told = {"checkpoint": str(folder), "device": str(device), "torch": torch.__version__, "triforce": __version__,

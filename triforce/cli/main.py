@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from ..config import Placement, Sampling, Settings
 from ..engine.keep import WAYS
-from ..errors import UserError, not_known
+from ..errors import Parser, UserError, not_known
 from ..render import consoles, say
 from ..runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .request import read_request
@@ -36,13 +36,6 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 COMMON = """help help-all json prompt prompt-file prompts prompt-len keep question questions num-samples interactive
 chat system save-prefix prefix cache-dir max-new-tokens temperature top-p seed stop show-levels checkpoint device
 max-seq-len compile offload draft budget gamma no-speculation compare""".split()
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage of all flags."""
-
-    def error(self, message: str):
-        raise UserError(f"{message}; see {self.prog} --help")
 
 
 class Help(argparse.Action):

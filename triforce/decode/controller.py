@@ -137,10 +137,6 @@ class Costs:
             row[self.number[part]] = count
         return row
 
-    def milliseconds(self, plan: DraftPlan) -> tuple[float, float]:
-        """Of a round of the plan: drafting, and checking."""
-        return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
-
     def observe(self, parts: np.ndarray, milliseconds: float, checks: bool = False) -> None:
         """Takes in a sum: how often each part was paid for, and the time of all. checks: it is a step over the full
         cache. (The first drafts after a pause take longer than others: a draft catches up.)"""
@@ -242,9 +238,8 @@ class Controller:
             known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
         """
         costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()} | known
-        believed, tokens = costs.believed, self._tokens(rates)
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
-        times = (self._drafting + self._checking) @ believed / tokens + preparing
+        tokens, times = self._tokens(rates), self.times_per_token(rates) + preparing
         # Plans with a part that no round has shown: the long ones, and without any evidence all.
         times[(self._drafting @ (costs.seen == 0) > 0) & (self._is_long | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN

@@ -38,7 +38,6 @@ class Stats:
     block_efficiency: float = stat("tokens per target forward", "{:.2f}".format, 0.0)  # over its full cache
     target_forwards: int = stat("target forwards")
     retrieval_rebuilds: int = stat("retrieval rebuilds")
-    flushes: int = stat("flushes")
     peak_memory: int = stat("peak memory", lambda size: f"{size / 2**30:.2f} GiB")  # on the GPU, or resident on the CPU
     seed: int = stat("seed", str)
     defaults: dict[str, float] = field(default_factory=dict)  # sampling values that the checkpoint chose, not the call
@@ -162,7 +161,8 @@ class RowOutput:
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max((n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        begins = (stop[:n] for stop in self.stop for n in range(1, min(len(stop), len(self.text) + 1)))
+        return max((len(one) for one in begins if self.text.endswith(one)), default=0)
 
 
 def listed(value) -> list:

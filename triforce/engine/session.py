@@ -130,7 +130,7 @@ class Session:
         if state is not None and self._first_round:  # before, the state counts the call before
             stats.shared_tokens, stats.reused_tokens = state.base, state.reused[row]
             stats.compiling, stats.recording = state.waited, state.recording
-            stats.target_forwards, stats.flushes = state.num_forwards, state.num_flushes
+            stats.target_forwards = state.num_forwards
             stats.retrieval_rebuilds = getattr(state.hierarchy.view, "num_rebuilds", 0)
             stats.tbt = stats.decode / max(count - self._first_round[row], 1)
             stats.block_efficiency = count / max(state.num_forwards, 1)

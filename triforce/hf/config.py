@@ -129,9 +129,8 @@ def _architecture(fields: Fields) -> str:
 def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     # Absent and null differ: most families have a window by default.
-    none = "sliding_window" in fields.values or architecture in ("Phi3ForCausalLM", "SmolLM3ForCausalLM")
-    window = fields.get("sliding_window", whole(0, 2**31), 0 if none else 4096)
-    types = fields.get("layer_types", TEXTS, ())
+    usual = 0 if "sliding_window" in fields.values or architecture[:4] in ("Phi3", "Smol") else 4096
+    window, types = fields.get("sliding_window", whole(0, 2**31), usual), fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")

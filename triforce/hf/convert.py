@@ -2,7 +2,6 @@
 a GGUF file. Memory holds one weight file at a time.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import Parser, UserError
 from .checkpoint import open_tensors, parse_dtype
 from .download import TEXTS
 from .files import check_file, read_json
@@ -157,7 +156,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce convert`. Raises UserError, which the command line prints."""
-    parser = argparse.ArgumentParser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as "
+    parser = Parser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as "
                                      "safetensors of a chosen dtype.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint-dir", "--checkpoint_dir", help="a Hugging Face folder")

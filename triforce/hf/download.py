@@ -3,7 +3,6 @@
 Of the weights it takes safetensors where they exist, else .bin; what else a repository may hold stays where it is.
 """
 
-import argparse
 import glob
 import os
 import re
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import Parser, UserError
 from .files import one_line
 from .folders import REPO_ID, UNFINISHED
 
@@ -83,7 +82,7 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce download`. Raises UserError, which the command line prints."""
-    parser = argparse.ArgumentParser(prog="triforce download", description="Downloads a checkpoint from the hub.")
+    parser = Parser(prog="triforce download", description="Downloads a checkpoint from the hub.")
     parser.add_argument("--repo-id", "--repo_id", required=True, help="owner/name")
     parser.add_argument("--out-dir", "--out_dir", help="default: checkpoints/<repo-id>")
     parser.add_argument("--revision", help="branch, tag or commit")
