@@ -104,7 +104,7 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
         assert bits(state, 24, plan=AUTOREGRESSION)[:2] == on
 
 
-@pytest.mark.parametrize("kept", [0, 5, *slow(1, 2, 3, 4, 6)])
+@pytest.mark.parametrize("kept", [5, *slow(0, 1, 2, 3, 4, 6)])
 def test_forced_partial_acceptance(models, plain, kept, monkeypatch):
     """However many of the drafted tokens are kept, what was written for the others leaves no trace."""
     original = acceptance.is_accepted

@@ -78,7 +78,7 @@ CASES = [
     *slow({"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
           {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
           {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]}),
-    {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
+    *slow({"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}}),
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"min_p": 0.2}},
     *slow({"gamma": 2, "gamma_inner": 1, "sampling": {"logit_bias": {0: 1.5, 2: -0.7}, "top_p": 0.9}}),
@@ -98,8 +98,8 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 
 
 @pytest.mark.parametrize("case", [
-    *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}, {"levels": "draft", "gamma": 3}),
-    {"levels": "retrieval", "gamma": 2, "sampling": {"top_k": 2}},
+    *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}, {"levels": "draft", "gamma": 3},
+          {"levels": "retrieval", "gamma": 2, "sampling": {"top_k": 2}}),
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
 ], ids=name_of)
@@ -126,7 +126,7 @@ def test_joint_law_is_the_targets(models, case):
     ({"levels": "ngram", "gamma": 3}, None),
     ({"levels": "retrieval", "gamma": 2, "gamma_inner": 2}, None),
     ({"levels": "draft", "gamma": 3}, DraftPlan(3, "ngram")),
-    ({"gamma": 2, "gamma_inner": 2}, DraftPlan(2, "ngram", True, 2, 2)),
+    *slow(({"gamma": 2, "gamma_inner": 2}, DraftPlan(2, "ngram", True, 2, 2))),
 ])
 def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, plan):
     """Where nothing else may propose to the level that checks them, without laws; else with laws, all on one token."""

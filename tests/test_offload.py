@@ -146,6 +146,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(pair, monkeypatch, erro
     assert len(states) == 2  # nothing was kept of what had failed
 
 
+@pytest.mark.slow
 def test_memory_that_the_system_refuses_is_no_traceback():
     """The address space of the process is bounded, as batch schedulers do."""
     code = ("import resource, triforce\n"
