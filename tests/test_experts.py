@@ -88,6 +88,7 @@ def test_greedy_bits_do_not_depend_on_drafting(models, levels, gamma):
     assert (tokens, hashes) == plain and rejected["full"] >= 10
 
 
+@pytest.mark.slow
 def test_greedy_bits_side_by_side(models):
     """Rows of a batch draft alike and are checked together; the experts of one row's drafts are another's neighbours.
     Over a shared prefix, too."""

@@ -88,7 +88,7 @@ CASES = [
           {"levels": "retrieval", "gamma": 3}),
     {"levels": "draft", "gamma": 2},
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
-    {"gamma": 3, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}},
+    *slow({"gamma": 3, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}}),
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming", "sampling": {"top_k": 2}},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]

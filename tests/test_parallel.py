@@ -35,7 +35,7 @@ def run(command: list[str], **kw) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **{"timeout": 240, **kw})
 
 
-@pytest.mark.parametrize("count", [2, *slow(4, 8)])
+@pytest.mark.parametrize("count", slow(2, 4, 8))
 def test_ranks_compute_what_one_computes(count):
     done = run([sys.executable, "tests/parallel_worker.py", str(count)])
     assert done.returncode == 0, done.stderr[-3000:]
