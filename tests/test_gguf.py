@@ -143,6 +143,8 @@ def test_scaled_rotations(tmp_path, family, scaling, kept):
         factors = [(kept[0], (plain.model.rotary_emb.inv_freq / build(family).model.rotary_emb.inv_freq).tolist())]
         assert max(factors[0][1]) > 7 and any(1.1 < one < 7 for one in factors[0][1])
     theirs = write(tmp_path / "m.gguf", family, fields={**BYTES, **scaling}, factors=factors)
+    found = GGUF(tmp_path / "m.gguf").model.rope_scaling
+    assert family != "YaRN, all fields" or (found.beta_fast, found.beta_slow, found.attention_factor) == (16, 2, 1.5)
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
 
@@ -208,6 +210,7 @@ def test_the_command(tmp_path, capsys):
     ({"general.architecture": "gemma2"}, "'gemma2' is not supported; supported are llama"),
     ({"split.count": 3}, "one of 3 parts; join them"),
     ({"qwen2.final_logit_softcapping": 30.0}, "qwen2.final_logit_softcapping 30.0 is not supported"),
+    ({"qwen2.attention.scale": 1.0}, "qwen2.attention.scale 1.0 is not supported"),
     ({"qwen2.expert_count": 8}, "num_local_experts 8 is not supported"),
     ({"qwen2.attention.value_length": 8}, "keys have 16 dimensions and values 8"),
     ({"qwen2.rope.scaling.type": "other", "qwen2.rope.scaling.factor": 2.0}, "rope type 'other'"),

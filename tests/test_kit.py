@@ -74,6 +74,7 @@ def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):
     assert cli.main(["plan", *flags]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "| 6 of 32 |" in page and "fits with --offload auto; without it 31.24 GiB" in page and " 6,400 |" in page
+    assert "| longest prompt (model ends it) | 130,816 |" in page
     kept = planned(capsys, *flags[:4], "--memory", "80GiB")[1]["parts"]["KV cache"]
     status, told = planned(capsys, *flags, "--gpus", "2")
     assert status == 0 and not told["offload"] and 2 * told["parts"]["KV cache"] == kept

@@ -468,7 +468,7 @@ def usage(jobs: list[Job], results: list[Generation]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """`triforce serve`."""
     p = Parser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface. Other "
-                                "flags: NAME=VALUE of `triforce.load`, such as --set budget=4096.")
+               "flags: NAME=VALUE of `triforce.load`, such as --set budget=4096.")
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--draft", help="a draft model, ngram or none")
     p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of load, JSON or text")

@@ -157,7 +157,7 @@ def write_json(path: Path, content: dict) -> None:
 def main(argv: list[str] | None = None) -> int:
     """`triforce convert`. Raises UserError, which the command line prints."""
     parser = Parser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as "
-                                     "safetensors of a chosen dtype.")
+                    "safetensors of a chosen dtype.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint-dir", "--checkpoint_dir", help="a Hugging Face folder")
     source.add_argument("--gguf", metavar="FILE", help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Phi-3 model")

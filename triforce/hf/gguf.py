@@ -22,10 +22,10 @@ from .vocabulary import llama_pipeline, merges_of, surround
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
 COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
 NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
-# Keys of an architecture that change what is computed, and that the model lacks. 0 and 1 change nothing.
-LACKING = ("final_logit_softcapping", "attn_logit_softcapping", "attention.scale", "attention.clamp_kqv", "logit_scale",
-           "embedding_scale", "residual_scale", "rope.scale_linear", "rope.scaling.yarn_log_multiplier",
-           "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
+# Keys of an architecture that the model lacks. 0 says nothing, and the number beside a key changes nothing.
+LACKING = {"final_logit_softcapping": 0, "attn_logit_softcapping": 0, "attention.scale": 0, "attention.clamp_kqv": 0,
+           "logit_scale": 1, "embedding_scale": 1, "residual_scale": 1, "rope.scaling.yarn_attn_factor": 1,
+           "rope.scale_linear": 1, "rope.scaling.yarn_log_multiplier": 0, "rope.scaling.yarn_ext_factor": -1}
 # They end a text, if special.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>")
 # How a byte-level tokenizer cuts words, by its name in the file: digits at a time.
@@ -77,8 +77,8 @@ class GGUF:
         values = self.value("attention.value_length", COUNT, head)
         if values != head:
             raise UserError(f"keys have {head} dimensions and values {values}; they must have equally many")
-        for name in LACKING:
-            if (found := self.fields.values.get(f"{self.kind}.{name}")) not in (None, 0, 1, -1):
+        for name, neutral in LACKING.items():
+            if (found := self.fields.values.get(f"{self.kind}.{name}")) not in (None, 0, neutral):
                 raise UserError(f"{self.kind}.{name} {shown(found)} is not supported; use the model's own folder")
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
