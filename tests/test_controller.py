@@ -11,8 +11,8 @@ import pytest
 from conftest import make_engine, random_prompt
 from controller import kept, milliseconds, one_round
 
-from triforce.decode.controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate, emitted
-from triforce.decode.pilot import Tally
+from triforce.decode.controller import Controller, Costs, Rate, emitted
+from triforce.decode.pilot import tally
 from triforce.decode.plan import DraftPlan, Padding
 from triforce.decode.verifier import RowRound
 
@@ -196,11 +196,9 @@ def test_many_rows_try_what_lies_idle_no_oftener_than_one():
         controller, tried[rows] = Controller(Costs({4: 10.0}, {}, {"model": (0.3, 0.3)}), 3, 0), 0
         for i in range(1200):
             plan = controller.choose()
-            seen = Tally(plan)
             tried[rows] += plan.gamma > 0 and i >= 100
-            for _ in range(rows):
-                seen.add(RowRound([5], [], 0, plan.gamma, False))
-            controller.update(seen.tokens_a_row, **seen.counts)
+            tokens, seen = tally(plan, [RowRound([5], [], 0, plan.gamma, False)] * rows)
+            controller.update(tokens, **seen)
     assert 0 < tried[32] <= tried[1]
 
 
@@ -218,24 +216,19 @@ def test_choosing_takes_no_time():
     assert min(times) < 0.001
 
 
-@pytest.mark.parametrize("leaf", [0.0, 0.3])
-def test_expected_tokens_of_rounds_with_leaves(leaf):
+def test_expected_tokens_of_rounds():
     """Against rounds that are played: one level, and two."""
     dice, rate, inner, rounds, most = Random(0), 0.7, 2, 3, 7
 
     def play(drafted: int) -> int:
-        kept = next((i for i in range(drafted) if dice.random() >= rate), drafted)
-        return kept + 1 + (kept < drafted and dice.random() < leaf)
+        return kept(dice, rate, drafted) + 1
 
     alone = statistics.fmean(play(4) for _ in range(40_000))
-    assert alone == pytest.approx(emitted(rate, 4, leaf), abs=0.03)
+    assert alone == pytest.approx(emitted(rate, 4), abs=0.03)
     between = [min(sum(play(inner) for _ in range(rounds)), most) for _ in range(40_000)]
 
     costs = Costs({most + 1: 10.0}, {1 + inner: 3.0}, {"model": (0.2, 0.2)})
-    controller = Controller(costs, most, inner, leaves=(leaf > 0, leaf > 0))
-    for name in (LEAVES, INNER_LEAVES) if leaf else ():
-        for _ in range(2000):
-            controller.update(0, **{name: (3, 10)})
+    controller = Controller(costs, most, inner)
     plan = DraftPlan(most, "model", True, inner, rounds)
     found = sum(milliseconds(costs, plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
         controller.plans.index(plan)]

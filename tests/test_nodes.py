@@ -12,12 +12,11 @@ from triforce.decode.acceptance import match_nodes
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.decode.nodes import Nodes
-from triforce.decode.pilot import Tally
-from triforce.decode.plan import DraftPlan
+from triforce.decode.plan import BRANCH, DraftPlan
 from triforce.decode.tape import ACCEPTED
 from triforce.decode.verifier import RowRound
 from triforce.engine.session import levels_of
-from triforce.tree import SHARES, Shape, TokenTree, best_tree, likeliest, shape_for
+from triforce.tree import CHANCES, Shape, TokenTree, likeliest
 
 
 def followers_in(shape: Shape) -> list[list[int]]:
@@ -177,48 +176,33 @@ def test_views_are_chosen_by_the_queries_of_what_was_kept():
     assert beside >= 5
 
 
-def settled(verify: float, first: float, others: tuple[float, ...], growth: float = 6.0, seen=None) -> DraftPlan:
-    """What is chosen in the long run, where the rows that follow a kept one are kept with these chances. seen: gets,
-    for each round of a tree, the tokens that were expected and those that came."""
-    dice = Random(0)
-    controller = Controller(Costs({48: verify}, {1: 5.0}, growth=growth), 47, 0, trees=(128, 16))
-    for _ in range(120):
-        plan = controller.choose()
-        row = [0]
-        if plan.gamma:
-            shape = plan.shape or Shape(plan.gamma)
-            while True:
-                drawn = dice.choices(range(5), [first, *others, 1 - first - sum(others)])[0]
-                follows = [row for row in followers_in(shape)[row[-1]] if shape.rank(row) == drawn]
-                if not follows:
-                    break
-                row += follows
-        if seen is not None and plan.branches:
-            seen.append((controller.tokens, len(row)))
-        kept = sum(place <= plan.gamma for place in row) - 1
-        tally = Tally(plan)
-        tally.add(RowRound([1] * len(row), [1] * 47, kept, plan.gamma, False, len(row) - 1 - kept, row))
-        controller.update(tally.tokens_a_row, **tally.counts)
-    return plan
+def test_trees_are_chosen_where_a_verify_is_dear():
+    """As many tokens are expected of one as a round brings where chances are those that it was made for."""
+    nodes, dice = Nodes(TokenTree(48, 0, 128), 16, 1, "cpu"), Random(0)
 
+    def chosen(verify: float, growth: float) -> tuple[DraftPlan, Controller]:
+        controller = Controller(Costs({48: verify}, {1: 5.0}, growth=growth), 47, 0,
+                                gains=lambda gamma: nodes.shape_for(gamma, BRANCH)[1])
+        return controller.choose(), controller
 
-def test_branches_are_chosen_where_a_verify_is_dear():
-    plan = settled(1000.0, 0.9, (0.06, 0.02, 0.01))
-    assert plan.branches >= 4 and plan.gamma >= 12 and plan.shape.rows > 60
-    assert settled(1000.0, 0.9, (0.06, 0.02, 0.01), growth=900.0).branches == 1  # which take no step
-    assert settled(1000.0, 0.9, (0.0, 0.0, 0.0)).branches < 2 and settled(12.0, 0.3, (0.05, 0.0, 0.0)).branches < 2
+    plan, controller = chosen(1000.0, 6.0)
+    assert plan.branches == BRANCH and plan.gamma >= 12
+    assert chosen(1000.0, 900.0)[0].branches == 0 == chosen(12.0, 6.0)[0].branches
+    shape, _ = nodes.shape_for(plan.gamma, BRANCH)
+    assert shape.rows == 128 and shape.length == BRANCH
 
+    def play() -> int:
+        row, count = 0, 1
+        while row is not None:
+            drawn = dice.choices(range(5), [*CHANCES, 1 - sum(CHANCES)])[0]
+            row = next((i for i in followers_in(shape)[row] if shape.rank(i) == drawn), None)
+            count += row is not None
+        return count
 
-def test_shapes_come_from_one_table():
-    """Of chances that are near each other they are the same; more is hoped of branches where more of them is kept."""
-    one, other = (best_tree(kept, beside, 16, 8, 47, 128, 16) for kept, beside in ((0.901, 0.42), (0.909, 0.38)))
-    assert one is other and one == shape_for(45, 2, 16, 8, 47, 128, 16)
-    known = (0.9, *(0.1 * 0.4 * share for share in SHARES))
-    assert sum(known) == pytest.approx(0.94)
-    shape, more = one
-    assert more == pytest.approx(kept(shape, known) / sum(0.9**row for row in range(17)))
-    assert 1 < more < best_tree(0.9, 0.8, 16, 8, 47, 128, 16)[1]
-    assert best_tree(0.9, 0.0, 16, 8, 47, 128, 16) == (Shape(16), 1.0)
+    took = plan.gamma * 5.0 + (BRANCH - 1) * 6.0 + 1000.0
+    times = controller.times_per_token({"retrieval": CHANCES[0]})
+    hoped = took / times[controller.plans.index(plan)]
+    assert hoped == pytest.approx(sum(play() for _ in range(400)) / 400, rel=0.1)
 
 
 @pytest.mark.parametrize("more,message", [
@@ -248,7 +232,7 @@ def test_tokens_of_a_tree_say_who_proposed_them():
     assert set(out.levels) == {"draft", "retrieval", "target"} and by_branches >= 3
     assert 0 < out.levels.count("target") <= out.stats.target_forwards
     row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2, [0, 1, 9, 12])
-    plan = DraftPlan(7, "model", True, 2, 4, branches=8, shape=Shape(7))
+    plan = DraftPlan(7, "model", True, 2, 4, branches=8)
     assert levels_of(plan, row) == ["draft", "retrieval", "retrieval", "target"]
 
 

@@ -63,7 +63,7 @@ def rounds(state, plans=None) -> tuple[list, list, Counter]:
         if plan.branches:
             seen["trees"] += 1
             for place in row.path[row.num_accepted + 1 :]:
-                seen["rank", plan.shape.rank(place)] += 1
+                seen["rank", state.tape.nodes.shape.rank(place)] += 1
     return tokens[:NEW], hashes[:NEW], seen
 
 
@@ -156,13 +156,13 @@ def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
 
     def choose(state) -> DraftPlan:
         plan = dice.choice(dice.choice(ways))
-        if not plan.retrieval:
-            return plan
-        chances = (dice.random(), *sorted((dice.random() / 2 for _ in range(3)), reverse=True))
-        branches = dice.randint(1, 6)
-        shape, _ = likeliest(chances, plan.gamma, branches, rows=dice.randint(20, 64), depth=15, width=8)
-        return replace(plan, branches=branches, shape=shape)
+        return replace(plan, branches=dice.randint(1, 6)) if plan.retrieval else plan
 
+    def shape_for(spine: int, length: int) -> tuple:
+        chances = (dice.random(), *sorted((dice.random() / 2 for _ in range(3)), reverse=True))
+        return likeliest(chances, spine, length, rows=dice.randint(20, 64), depth=15, width=8)
+
+    state.tape.nodes.shape_for = shape_for
     expected, branches = rounds(state, lambda _: AUTOREGRESSION)[:2], Counter()
     assert expected[0] == plain(law)[0]
     for _ in range(3):

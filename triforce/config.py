@@ -149,9 +149,8 @@ class Settings(Options):
         type=int)
     tree_size: int = option(
         0, "with coupled sampling: rows of a verify that checks a tree, at most 512, rounded up to a multiple of 4. "
-        "The retrieval level grows branches beside the chain; no path is longer than block_size - 1. With gamma 'auto' "
-        "the shape keeps the most tokens, judged by what was kept so far. It pays where a verify is slow: with offload "
-        "(default 0: chains, with leaves)", whole(0, 512), type=int)
+        "The retrieval level grows branches beside the chain; no path is longer than block_size - 1. It pays "
+        "where a verify is slow: with offload (default 0: chains, with leaves)", whole(0, 512), type=int)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest tokens "
         "attend to, chosen again and again; query, those that the pending token attends to, chosen in each step and "

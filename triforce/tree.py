@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLLOWERS = 4  # of a row of a tree of any shape, at most
-SHARES = (0.8, 0.15, 0.05)  # of what is kept beside the draft's first choice, by rank
+CHANCES = (0.9, 0.08, 0.015, 0.005)  # for which trees are made: of the draft's first choice, of the next best, ...
 
 
 class Layout(NamedTuple):
@@ -169,21 +169,9 @@ def likeliest(chances: tuple[float, ...], spine: int, length: int, *, rows: int,
     return Shape(spine, tuple(parents), tuple(ranks)), sum(kept)
 
 
-@lru_cache(maxsize=4096)
-def shape_for(kept: int, beside: int, spine: int, length: int, depth: int, rows: int,
-              width: int) -> tuple[Shape, float]:
-    """The table of shapes: the tree, and how many times as many tokens are kept of it as of its spine.
-
-    Args:
-        kept: the chance of the draft's first choice, in steps of 0.02. beside: where that is not kept, of one of the
-            next best, in steps of 0.2. Others: see `likeliest`.
-    """
-    first = kept / 50
-    others = (round((1 - first) * beside / 5 * share, 4) for share in SHARES)
-    shape, tokens = likeliest((first, *others), spine, length, rows=rows, depth=depth, width=width)
-    return shape, tokens / sum(first**row for row in range(spine + 1))
-
-
-def best_tree(kept: float, beside: float, *more: int) -> tuple[Shape, float]:
-    """What `shape_for` says of the nearest chances."""
-    return shape_for(round(50 * kept), round(5 * beside), *more)
+@lru_cache(maxsize=64)
+def shape_for(spine: int, length: int, rows: int, depth: int, width: int) -> tuple[Shape, float]:
+    """The table of shapes: the tree for `CHANCES`, and how many times as many tokens are kept of it as of its spine.
+    See `likeliest`."""
+    shape, tokens = likeliest(CHANCES, spine, length, rows=rows, depth=depth, width=width)
+    return shape, tokens / sum(CHANCES[0]**row for row in range(spine + 1))

@@ -342,10 +342,10 @@ FAULTS = [
           "memory -k definitions"),
 
     # -- what drafts next
-    Fault("discarded-counts", "decode.pilot:Tally.add", "discarded tokens decide what drafts next: a bias",
-          name("num_accepted", "num_drafted", 5), "lossless -k by_acceptance"),
+    Fault("discarded-counts", "decode.pilot:tally", "discarded tokens decide what drafts next: a bias",
+          name("num_accepted", "num_drafted", 2), "lossless -k by_acceptance"),
     Fault("expected-tokens", "decode.controller:emitted", "a round is expected to emit tokens less than it does",
-          op("+", "-", 2), "controller -k table"),
+          op("+", "-"), "controller -k table"),
     Fault("rate-never-idle", "decode.controller:Rate.idle", "a level that once did badly is never tried again",
           nothing(), "controller -k recovers"),
 

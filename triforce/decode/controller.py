@@ -8,23 +8,17 @@ tokens, and acceptance is exact whatever was drafted. No step is run only to be 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..tree import best_tree
-from .plan import LENGTHS, PADDED, DraftPlan, Padding
-
-LEAVES, INNER_LEAVES = "leaves", "inner_leaves"  # of the full level, branches among them; of the retrieval level
-SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengths, of trees to choose from
+from .plan import BRANCH, LENGTHS, PADDED, DraftPlan, Padding
 
 
-def emitted(rate, drafted, leaf=0.0):
+def emitted(rate, drafted):
     """Expected tokens of a round that checks this number of drafted ones, each kept at this rate if those before it
-    were: 1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one
-    more after a rejection."""
-    return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
+    were: 1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1)."""
+    return (1 - rate ** (drafted + 1)) / (1 - rate)
 
 
 class Rate:
@@ -92,17 +86,15 @@ class Costs:
                  growth: float | None = None, preparing: float = 0.0, seen: int = WELL):
         parts = {("verify", rows): cost for rows, cost in sorted(verify.items())}
         parts |= {("retrieval", rows): cost for rows, cost in sorted((retrieval or {}).items())}
-        parts |= {("plain", 1): plain} if plain is not None else {}
-        parts |= {("growth", 1): growth} if growth is not None else {}
+        parts |= {(name, 1): cost for name, cost in (("plain", plain), ("growth", growth)) if cost is not None}
         for name, both in (sources or {}).items():
             parts |= {(name, "first"): both[0], (name, "further"): both[1]}
         self.sources, self.preparing, self.has_view = list(sources or {}), preparing, bool(retrieval)
         self.number = {part: i for i, part in enumerate(parts)}
         self.values = np.maximum(list(parts.values()), 1e-6)
         self.seen, self.age = np.full(len(parts), seen), np.zeros(len(parts))
-        self._sizes = {what: [rows for name, rows in parts if name == what] for what in ("verify", "retrieval")}
         # From the largest step that checks to the smallest.
-        self._checks = [self.number["verify", rows] for rows in reversed(self._sizes["verify"])]
+        self._checks = [i for (what, _), i in reversed(self.number.items()) if what == "verify"]
         self._checks += [self.number["plain", 1]] if plain is not None else []
         self._recent: dict[tuple, deque] = {}  # sums, by the parts that they are made of
 
@@ -111,7 +103,7 @@ class Costs:
 
     def step(self, what: str, rows: int) -> tuple:
         """The part that a step of a number of rows is."""
-        sizes = self._sizes[what]
+        sizes = [size for name, size in self.number if name == what]
         return what, next((size for size in sizes if size >= rows), sizes[-1])
 
     def drafting(self, plan: DraftPlan) -> np.ndarray:
@@ -132,17 +124,15 @@ class Costs:
         return self._row({("plain", 1) if is_plain else self.step("verify", 1 + plan.gamma): 1})
 
     def _row(self, counts: dict[tuple, float]) -> np.ndarray:
-        row = np.zeros(len(self.number))
-        for part, count in counts.items():
-            row[self.number[part]] = count
-        return row
+        return np.array([counts.get(part, 0) for part in self.number], float)
 
     def observe(self, parts: np.ndarray, milliseconds: float, checks: bool = False) -> None:
         """Takes in a sum: how often each part was paid for, and the time of all. checks: it is a step over the full
         cache. (The first drafts after a pause take longer than others: a draft catches up.)"""
         used = np.flatnonzero(parts)
         recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
-        if checks and self.age[used].min() >= self.FORGOTTEN:
+        is_forgotten = checks and self.age[used].min() >= self.FORGOTTEN
+        if is_forgotten:
             recent.clear()
         recent.append((parts, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
@@ -150,7 +140,7 @@ class Costs:
             self.values *= factor
         else:
             known = np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
-            self.values[used] *= factor ** (1.0 if checks and self.age[used].min() >= self.FORGOTTEN else known)
+            self.values[used] *= factor ** (1.0 if is_forgotten else known)
         self.seen[used] += 1
         self.age[used] = 0
 
@@ -164,9 +154,9 @@ class Costs:
 
     def pass_by(self, num_tokens: float) -> None:
         """`num_tokens` tokens of a row were emitted. An idle part gets another chance from time to time."""
+        before = self.age // self.STALE
         self.age += num_tokens
-        before, now = (self.age - num_tokens) // self.STALE, self.age // self.STALE
-        self.values = np.where(now > before, self.HOPE * self.believed, self.values)
+        self.values = np.where(self.age // self.STALE > before, self.HOPE * self.believed, self.values)
 
 
 class Controller:
@@ -176,8 +166,8 @@ class Controller:
         costs: of steps; they learn from rounds.
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
         padding: of the steps that plans take.
-        leaves: whether the two levels check leaves.
-        trees: rows of a tree, and rows that a step drafts after, if the full level checks trees of any shape.
+        gains: how many times as many tokens a tree keeps as its spine, by the spine's length, if the full level checks
+            trees.
         rates: of earlier texts, by name.
     """
 
@@ -190,45 +180,30 @@ class Controller:
     SHORT = 4  # most tokens, or twice the most rounds of the retrieval level, of plans with an unseen part
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
-                 leaves: tuple[bool, bool] = (False, False), trees: tuple[int, int] | None = None,
-                 rates: dict[str, Rate] | None = None):
-        self.costs, self._depth, self._trees = costs, max_gamma, trees
-        levels = [*costs.sources, *["retrieval"] * costs.has_view]
-        names = [name for name in levels if name != "ngram"] + [LEAVES] * (leaves[0] or trees is not None)
-        names += [INNER_LEAVES] * leaves[1]
-        self.rates = {name: (rates or {}).get(name) or Rate(self.GUESSES.get(name, self.GUESS)) for name in names}
-        self.plans = plans = list(candidates(costs, max_gamma, max_inner, padding))
+                 gains: Callable[[int], float] | None = None, rates: dict[str, Rate] | None = None):
+        self.costs = costs
+        levels = [name for name in (*costs.sources, *["retrieval"] * costs.has_view) if name != "ngram"]
+        self.rates = {name: (rates or {}).get(name) or Rate(self.GUESSES.get(name, self.GUESS)) for name in levels}
+        self.plans = plans = list(candidates(costs, max_gamma, max_inner, padding, gains is not None))
         self.plan = plans[0]  # no speculation
-        self.tokens = 1.0  # expected of a round of it
         self._warm: set[tuple] = set()  # what has drafted
-        self._number = {plan: i for i, plan in enumerate(plans)}
-        self._gamma, self._rounds, self._inner = np.array([(one.gamma, one.rounds, one.gamma_inner) for one in plans]).T
-        self._is_long = (self._gamma > self.SHORT) | (2 * self._rounds > self.SHORT)
+        self._names = [None, *levels, "ngram"]  # of levels that draft; a plan's are known by their places
+        self._levels = np.array([[self._names.index(name) for name in (one.drafter, one.source)] for one in plans]).T
+        self._counts = np.array([(one.gamma, one.rounds, one.gamma_inner) for one in plans]).T
+        self._gain = np.array([gains(one.gamma) if one.branches else 1.0 for one in plans])
+        self._is_long = (self._counts[0] > self.SHORT) | (2 * self._counts[1] > self.SHORT)
         self._drafting = np.stack([costs.drafting(plan) for plan in plans])
         self._checking = np.stack([costs.checking(plan) for plan in plans])
         recorded = np.array([self.PREPARATIONS.get(what, 0) for what, _ in costs.number])
         self._recorded = ((self._drafting + self._checking) > 0) * recorded * costs.preparing
-        levels = [(plan.drafter, plan.source) for plan in plans]  # that draft; and, by these, the numbers of plans
-        self._by_levels = {pair: np.array([i for i, its in enumerate(levels) if its == pair]) for pair in set(levels)}
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
-        return (self._drafting + self._checking) @ self.costs.believed / self._tokens(rates)
-
-    def _tokens(self, rates: dict[str, float]) -> np.ndarray:
-        """How many tokens a round of each plan is expected to emit."""
-        tokens, leaf = np.ones(len(self.plans)), 0.0 if self._trees else self._leaf(LEAVES)
-        for (drafter, source), which in self._by_levels.items():
-            drafted = self._gamma[which]
-            if drafter == "retrieval" and source is not None:  # as many as its rounds are expected to bring
-                each = emitted(rates[source], self._inner[which], self._leaf(INNER_LEAVES))
-                drafted = np.minimum(drafted, self._rounds[which] * each)
-            tokens[which] = emitted(rates.get(drafter, 0.0), drafted, leaf)
-        return tokens
-
-    def _leaf(self, name: str) -> float:
-        """The chance of a leaf where the drafted token is not kept; 0 where the level has none."""
-        return round(self.rates[name].value, 1) if name in self.rates else 0.0
+        (gamma, rounds, inner), chances = self._counts, np.array([rates.get(name, 0.0) for name in self._names])
+        rate, of_source = chances[self._levels]
+        # A retrieval level proposes as many as its rounds are expected to bring.
+        drafted = np.where(rounds > 0, np.minimum(gamma, rounds * emitted(of_source, inner)), gamma)
+        return (self._drafting + self._checking) @ self.costs.believed / (self._gain * emitted(rate, drafted))
 
     def choose(self, remaining: float = math.inf, **known: float) -> DraftPlan:
         """The next round's plan.
@@ -239,37 +214,14 @@ class Controller:
         """
         costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()} | known
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
-        tokens, times = self._tokens(rates), self.times_per_token(rates) + preparing
+        times = self.times_per_token(rates) + preparing
         # Plans with a part that no round has shown: the long ones, and without any evidence all.
         times[(self._drafting @ (costs.seen == 0) > 0) & (self._is_long | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN
-        best, now = int(times.argmin()), self._number[replace(self.plan, branches=0)]
-        if times[best] > self.STAY * times[now]:
-            best = now
-        self.plan, self.tokens = self.plans[best], float(tokens[best])
-        if self._trees:
-            self._branch(rates, tokens, times, preparing)
+        best = int(times.argmin())
+        if times[best] <= self.STAY * times[self.plans.index(self.plan)]:
+            self.plan = self.plans[best]
         return self.plan
-
-    def _branch(self, rates: dict[str, float], tokens: np.ndarray, times: np.ndarray, preparing: np.ndarray) -> None:
-        """Sets the best tree around the best chain of each length, if it takes less time than the chain that is set.
-
-        Args:
-            tokens, times: of `plans`; times per token, with the share of each that is `preparing`.
-        """
-        is_known, each = self.costs.seen[self.costs.number["growth", 1]] > 0, self.costs["growth", 1]
-        least = self.STAY * times[self._number[self.plan]]
-        for gamma in SPINES:
-            which = [i for i, plan in enumerate(self.plans) if plan.retrieval and plan.gamma == gamma]
-            i = min(which, key=times.__getitem__, default=0)
-            for length in BRANCHES if which and times[i] < np.inf else ():
-                if length > self.SHORT and not is_known:
-                    break
-                shape, more = best_tree(rates["retrieval"], rates[LEAVES], gamma, length, self._depth, *self._trees)
-                time = (times[i] - preparing[i] + each * (shape.length - 1) / tokens[i]) / more + preparing[i]
-                if shape.parents and time < least:
-                    least, self.tokens = time, float(more * tokens[i])
-                    self.plan = replace(self.plans[i], branches=shape.length, shape=shape)
 
     def timed(self, plan: DraftPlan, drafting: float, checking: float) -> None:
         """Takes in the milliseconds of a round of a plan: all before its verify, and its verify. The first round with a
@@ -296,7 +248,8 @@ class Controller:
                 rate.idle(num_tokens)
 
 
-def candidates(costs: Costs, max_gamma: int, max_inner: int, padding: Padding) -> Iterator[DraftPlan]:
+def candidates(costs: Costs, max_gamma: int, max_inner: int, padding: Padding,
+               with_trees: bool) -> Iterator[DraftPlan]:
     """Plans to choose from: the first drafts nothing."""
     def lengths(least: int, most: int) -> list[int]:
         return sorted({length for length in LENGTHS if least <= length < most} | {most} if most else set())
@@ -306,9 +259,9 @@ def candidates(costs: Costs, max_gamma: int, max_inner: int, padding: Padding) -
     for gamma in lengths(1, max_gamma):
         for source in costs.sources:
             yield DraftPlan(gamma, source, padded=padding.drafts)
-        if costs.has_view:
-            yield DraftPlan(gamma, None, True, 0, gamma, **steps)
-        for source in costs.sources if costs.has_view else ():
-            for inner in lengths(1, max_inner):
-                for rounds in lengths(-(-gamma // (inner + 1)), gamma):
-                    yield DraftPlan(gamma, source, True, inner, rounds, **steps)
+        for branches in (0, BRANCH)[:1 + with_trees] if costs.has_view else ():
+            yield DraftPlan(gamma, None, True, 0, gamma, branches=branches, **steps)
+            for source in costs.sources:
+                for inner in lengths(1, max_inner):
+                    for rounds in lengths(-(-gamma // (inner + 1)), gamma):
+                        yield DraftPlan(gamma, source, True, inner, rounds, branches=branches, **steps)

@@ -174,10 +174,8 @@ class Hierarchy:
         if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
             raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
         inner_rows = self.inner.rows if self.inner is not None else 1
-        has_shape = plan.shape is not None and plan.shape.spine == plan.gamma and self.outer.tree.size > 0
-        if plan.branches and not (has_shape and plan.retrieval):
-            raise ValueError(f"{plan} has branches, which need a shape with a spine of gamma, a retrieval level, and "
-                             "blocks of a tree_size")
+        if plan.branches and not (plan.retrieval and self.outer.tree.size):
+            raise ValueError(f"{plan} has branches, which need a retrieval level, and blocks of a tree_size")
         if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
             raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
                              "rows; raise block_size or gamma_inner")

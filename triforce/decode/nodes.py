@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..tree import FOLLOWERS, Layout, Shape, TokenTree
+from ..tree import FOLLOWERS, Layout, Shape, TokenTree, shape_for
 
 
 class Nodes:
@@ -48,6 +48,10 @@ class Nodes:
     @property
     def rows(self) -> int:
         return self.tree.size
+
+    def shape_for(self, spine: int, length: int) -> tuple[Shape, float]:
+        """See `tree.shape_for`."""
+        return shape_for(spine, length, self.tree.size, self.tree.spine - 1, self.width)
 
     def set(self, shape: Shape) -> None:
         """Gives the tree this shape, without waiting for the device.

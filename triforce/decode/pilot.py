@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..cache.views import COMMON
 from ..config import Settings
-from ..tree import best_tree
-from .controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate
+from .controller import Controller, Costs, Rate
 from .drafters.ngram import NgramMeter
-from .plan import LENGTHS, PADDED, DraftPlan, Padding
+from .plan import BRANCH, LENGTHS, PADDED, DraftPlan, Padding
 from .tape import ACCEPTED, LEAF, MISSED
 from .verifier import RowRound
 
@@ -27,7 +26,6 @@ ROW = 0.08  # on a CPU each further row of a step adds about this share of the f
 LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
 # Milliseconds of an H100's host for a layer of a step that runs for the first time, or is recorded.
 PREPARING = 1.7
-BRANCH_LENGTH = 8  # of branches where none is chosen
 SAME_LENGTH = 4096  # tokens: texts whose lengths lie in one such stretch share what was learned
 
 
@@ -46,7 +44,6 @@ class Pilot:
                  rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
-        self._trees = (settings.tree.rows, settings.tree_width) if settings.tree_size else None
         self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
         self.padding = PADDED
         self.controller: Controller | None = None
@@ -98,9 +95,8 @@ class Pilot:
             costs, rates = self.group.agree((costs, rates))
         for rate in rates.values():
             rate.begin()
-        leaves = outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
-        controller = Controller(costs, outer.rows - 1, inner.rows - 1 if inner else 0, self.padding, leaves,
-                                self._trees, rates)
+        gains = (lambda gamma: outer.tape.nodes.shape_for(gamma, BRANCH)[1]) if outer.tree.size else None
+        controller = Controller(costs, outer.rows - 1, inner.rows - 1 if inner else 0, self.padding, gains, rates)
         self.shelf[name] = costs, controller.rates
         return controller
 
@@ -146,12 +142,10 @@ class Pilot:
             return
         if result.timing is not None:
             self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
-        seen = Tally(result.plan)
-        for row in result.rows:
-            seen.add(row)
-        self.controller.update(seen.tokens_a_row, **seen.counts)
-        self._remaining -= seen.tokens_a_row
-        self._emitted += seen.tokens_a_row
+        tokens, seen = tally(result.plan, result.rows)
+        self.controller.update(tokens, **seen)
+        self._remaining -= tokens
+        self._emitted += tokens
 
     def close_row(self, row: int) -> None:
         """The row is finished."""
@@ -188,45 +182,22 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> DraftPlan:
     if not settings.retrieval:
         return DraftPlan(settings.gamma, source) if source else DraftPlan()
     rounds, inner = (settings.gamma, 0) if source is None else (-(-settings.gamma // 2), settings.gamma_inner)
-    plan = DraftPlan(settings.gamma, source, True, inner, rounds)
-    if not settings.tree_size:
-        return plan
-    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCH_LENGTH, settings.block_size - 1, settings.tree.rows,
-                         settings.tree_width)
-    return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
+    return DraftPlan(settings.gamma, source, True, inner, rounds, branches=BRANCH * (settings.tree_size > 0))
 
 
-class Tally:
-    """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
-
-    def __init__(self, plan: DraftPlan):
-        self.plan, self.tokens, self.rows, self.counts = plan, 0, 0, {}
-
-    @property
-    def tokens_a_row(self) -> float:
-        return self.tokens / max(self.rows, 1)
-
-    def observe(self, name: str, hits: int, tests: int) -> None:
-        known = self.counts.get(name, (0, 0))
-        self.counts[name] = known[0] + hits, known[1] + tests
-
-    def add(self, row: RowRound) -> None:
-        """Takes in a row; one that emitted nothing has ended."""
-        if not row.tokens:
-            return
-        self.tokens += len(row.tokens)
-        self.rows += 1
-        checked = self.plan.drafter
-        if checked is not None and checked != "ngram":  # its meter keeps its rates
-            # A drafter that proposed nothing has missed: otherwise one that seldom proposes would keep its first rate.
-            missed = row.num_accepted < max(row.num_drafted, 1)
-            self.observe(checked, row.num_accepted, row.num_accepted + missed)
-        if row.num_accepted < row.num_drafted:
-            self.observe(LEAVES, row.beside > 0, 1)
-        if self.plan.retrieval and self.plan.source not in (None, "ngram"):
-            hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
-            self.observe(self.plan.source, hits, hits + misses + leaves)
-            self.observe(INNER_LEAVES, leaves, misses + leaves)
+def tally(plan: DraftPlan, rows: list[RowRound]) -> tuple[float, dict[str, tuple[int, int]]]:
+    """What a round showed: the tokens of a row, in the mean of those that have not ended; and by level (hits, tests),
+    of kept tokens and first rejections only."""
+    rows = [row for row in rows if row.tokens]
+    seen = {}
+    if plan.drafter not in (None, "ngram"):  # its meter keeps its rates
+        hits = sum(row.num_accepted for row in rows)
+        # A drafter that proposed nothing has missed: otherwise one that seldom proposes would keep its first rate.
+        seen[plan.drafter] = hits, hits + sum(row.num_accepted < max(row.num_drafted, 1) for row in rows)
+    if plan.retrieval and plan.source not in (None, "ngram"):
+        kept = [origin for row in rows for origin in row.origins[: row.num_accepted]]
+        seen[plan.source] = kept.count(ACCEPTED), sum(map(kept.count, (ACCEPTED, MISSED, LEAF)))
+    return statistics.fmean(len(row.tokens) for row in rows) if rows else 0.0, seen
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:

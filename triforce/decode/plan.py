@@ -1,12 +1,11 @@
 """How one round drafts: a value that the pilot chooses and that is passed down the hierarchy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from ..tree import Shape
 
 # The numbers of tokens, and of rounds of the retrieval level, in a controller's plans, beside the most that fit.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+BRANCH = 8  # rows of the branches of a tree, at most
 
 
 class Padding(NamedTuple):
@@ -34,7 +33,6 @@ class DraftPlan:
     padded: bool = True  # see `Padding`; False: a step has the rows of the pending token and of what may be drafted
     padded_inner: bool = True  # the same of the retrieval level's steps
     branches: int = 0  # rows of a branch that the retrieval level grows beside the chain, at most; 0: there are none
-    shape: Shape | None = field(default=None, compare=False)  # of the tree; recorded steps serve all shapes
 
     @property
     def drafter(self) -> str | None:

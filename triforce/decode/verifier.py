@@ -198,12 +198,13 @@ class Verifier(Drafter):
             self._drafting_round(*self.view.extent, plan.inner, probs)
         torch.sub(self.length, start, out=self.num_drafted)
         if plan.branches:
-            self._branch(plan.shape)
+            self._branch(plan)
         return self.num_drafted
 
-    def _branch(self, shape: Shape) -> None:
+    def _branch(self, plan: DraftPlan) -> None:
         """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""
         nodes = self.tape.nodes
+        shape, _ = nodes.shape_for(plan.gamma, plan.branches)
         nodes.take(*self.tape.read_spine(self.proposed_from, nodes.tree.spine), shape)
         for _ in range(nodes.steps):
             self._growing(*self.view.extent)
