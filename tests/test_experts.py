@@ -44,17 +44,19 @@ def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weighs_anew", [True, False])
-@pytest.mark.parametrize("how", ["few", "many", "prefill"])
+@pytest.mark.parametrize("how", ["few", "many", "grouped", "prefill"])
 def test_every_way_is_the_definition(models, monkeypatch, how, weighs_anew):
-    experts = models[0].layers[0].mlp
+    experts, went = models[0].layers[0].mlp, []
     monkeypatch.setattr(experts, "weighs_anew", weighs_anew)
-    went = []
+    monkeypatch.setattr(triforce.experts, "has_grouped_product", lambda *_: how == "grouped")
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, real=F.grouped_mm, **more: went.append(2) or real(*a, **more))
     monkeypatch.setattr(Experts, "_one_by_one", lambda *a, real=Experts._one_by_one: went.append(1) or real(*a))
     monkeypatch.setattr(Experts, "_mlp", lambda self, x, gate_up, down, real=Experts._mlp: went.append(
         gate_up.shape[:-2]) or real(self, x, gate_up, down))
     x = torch.randn(1, FEW, 32) if how == "few" else torch.randn(2, MANY, 32)
     torch.testing.assert_close(experts(x, how == "prefill").double(), by_definition(experts, x), atol=1e-5, rtol=1e-5)
-    assert went[0] == {"few": (FEW, 2), "many": (16,), "prefill": 1}[how] and (how == "prefill" or len(went) == 1)
+    assert went[0] == {"few": (FEW, 2), "many": (16,), "grouped": 2, "prefill": 1}[how]
+    assert how == "prefill" or len(went) == {"grouped": 2}.get(how, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ ffn_dim.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Stack(nn.Module):
@@ -20,6 +21,7 @@ class Experts(nn.Module):
     """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE).
 
     A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
+    A step reads the experts that its rows have chosen where a device has a product for that, and otherwise all.
     """
 
     def __init__(self, config):
@@ -38,6 +40,8 @@ class Experts(nn.Module):
         stacks = [part.weight.unflatten(0, (self.count, -1)) for part in (self.gate_up, self.down)]
         if is_prefill:
             out = self._one_by_one(rows, weight.to(x.dtype), chosen, *stacks)
+        elif len(rows) > 1 and has_grouped_product(x.device, x.dtype):
+            out = self._grouped(rows, weight, chosen, *stacks)
         elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
             out = self._mlp(rows[:, None, None], *(stack[chosen] for stack in stacks)).squeeze(2)  # [N, k, dim]
             out = (out * weight[..., None]).sum(1)
@@ -52,6 +56,15 @@ class Experts(nn.Module):
         gate, up = (x @ gate_up.transpose(-1, -2)).chunk(2, -1)
         return (self.silu(gate) * up) @ down.transpose(-1, -2)
 
+    def _grouped(self, rows: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Rows in the order of their experts, in one product for all: an expert is read where a row has chosen it."""
+        flat, experts = chosen.flatten(), torch.arange(self.count, device=rows.device)
+        order, ends = flat.argsort(stable=True), (flat[:, None] <= experts).sum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(rows[order // self.active], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+        y = F.grouped_mm(self.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        y = torch.empty_like(y).index_copy_(0, order, y).view(*chosen.shape, -1)  # [N, k, dim]
+        return (y * weight[..., None]).sum(1)
+
     def _one_by_one(self, rows: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Each expert computes its own rows. The host learns how many they are."""
         out, order = torch.zeros_like(rows), chosen.flatten().argsort(stable=True)
@@ -59,3 +72,9 @@ class Experts(nn.Module):
             y = self._mlp(rows[None, places // self.active], gate_up[expert], down[expert])[0]
             out.index_add_(0, places // self.active, y * weight.flatten()[places, None])
         return out
+
+
+@torch.compiler.assume_constant_result
+def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU has a kernel for it. Elsewhere PyTorch loops over the experts on the host."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)

