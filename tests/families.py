@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
                  "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
+                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
@@ -103,6 +103,12 @@ FAMILIES = {
                "rope_theta": 500000, "rms_norm_eps": 1e-6, "attention_bias": False, "rope_scaling": {
                    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32,
                    "beta_slow": 1, "attention_factor": 1.2079441541679836}},
+    "gpt-oss": {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 24,
+                "sliding_window": 40, "rope_theta": 150000, "attention_bias": True, "num_local_experts": 6,
+                "num_experts_per_tok": 2, "experts_per_token": 2, "swiglu_limit": 7.0, "initial_context_length": 32,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": {
+                    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+                    "beta_slow": 1.0, "truncate": False}},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
@@ -152,7 +158,7 @@ def build(family: str, seed: int = 0, **more) -> torch.nn.Module:
 
 def as_published(state: dict) -> dict:
     """Experts, which transformers 5 holds in one tensor, each by its own name."""
-    for name in [name for name in state if ".experts." in name]:
+    for name in [name for name in state if ".experts." in name and not any(".sinks" in other for other in state)]:
         tensor = state.pop(name)
         for n, expert in enumerate(tensor):
             parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)

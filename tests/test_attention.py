@@ -31,6 +31,18 @@ def test_merged_parts_equal_the_whole(dtype, tolerance, group):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_a_sink_is_one_more_key_without_a_value(folded):
+    torch.manual_seed(0)
+    q, k, v, sinks = (torch.randn(*shape).double() for shape in ((2, 4, 5, 16), (2, 2, 40, 16), (2, 2, 40, 16), (4,)))
+    rows, several = attention.fold(q, 2), [x.repeat_interleave(2, 1) for x in (k, v)]  # by KV head, or by head
+    parts = [attention.dense(rows if folded else q, *(x[:, :, part] for x in ((k, v) if folded else several)))
+             for part in (slice(13), slice(13, None))]
+    scores = torch.cat([q @ several[0].mT / 4, sinks[:, None, None].expand(2, -1, 5, 1)], -1)
+    expected = scores.softmax(-1)[..., :-1] @ several[1]
+    torch.testing.assert_close(attention.join(parts, sinks).reshape(q.shape), expected)
+
+
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("keys", [1, 2, 3, 4, 5])
 def test_few_keys(keys, dtype, tolerance):

@@ -97,8 +97,9 @@ def test_greedy_bits(which, dtype, eager_to_draft):
     if which == "random":
         models, vocab_size = random_models_in(dtype), VOCAB
         ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS + MORE, None
-    elif which == "experts":  # steps of few rows copy weights; those that are promised bits read all
-        models, vocab_size = random_models_in(dtype, num_experts=64, active_experts=4, weighs_anew=True), VOCAB
+    elif which == "experts":  # as of gpt-oss; in bf16 by grouped products
+        models, vocab_size = random_models_in(dtype, num_experts=64, active_experts=4, weighs_anew=True, mlp_bias=True,
+                                              activation="clamped", sinks=True), VOCAB
         ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), [*VARIANTS[:2], VARIANTS[-1]], None
     elif which == "windows":  # as of Gemma 3
         models, vocab_size = random_models_in(dtype, **WINDOWS), VOCAB

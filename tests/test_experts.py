@@ -1,5 +1,7 @@
 """Layers with experts: every way to compute them gives the same numbers, and a row's bits follow from it alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import bits, bits_of_rows, make_engine, make_state, random_prompt, slow
@@ -18,28 +20,41 @@ from triforce.model import ModelConfig, Transformer
 
 CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 24, max_position_embeddings=8192, qk_norm=True, num_experts=16,
                      active_experts=2, weighs_anew=True, architecture="Qwen3MoeForCausalLM")
+# As gpt-oss: biases, a clamped activation, layers with a window in turns, and sinks.
+OSS = replace(CONFIG, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True, activation="clamped", sinks=True,
+              sliding_layers=(0,), sliding_window=40)
 FEW, MANY = 1, 12  # rows of a step: those of few copy the weights of the chosen, others read all
 
 
-@pytest.fixture(scope="module")
-def models():
-    return (Transformer.random(CONFIG, seed=0, std=0.3),
+@pytest.fixture(scope="module", params=[CONFIG, OSS], ids=["Qwen3-MoE", "gpt-oss"])
+def models(request):
+    return (Transformer.random(request.param, seed=0, std=0.3),
             Transformer.random(ModelConfig(64, 16, 1, 2, 2, 8, 32), seed=1, std=0.3))
 
 
 def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     """One row and one expert after the other, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
-    gate_up, down = (one.weight.double().view(experts.count, -1, one.weight.shape[1])
-                     for one in (experts.gate_up, experts.down))
+    stacks = [[None if part is None else part.double() for part in (stack.weight.view(experts.count, -1, stack.weight
+               .shape[1]), stack.bias)] for stack in (experts.gate_up, experts.down)]
+
+    def product(stack: list, expert: int, row: torch.Tensor) -> torch.Tensor:
+        weight, bias = stack
+        return weight[expert] @ row + (0 if bias is None else bias.view(experts.count, -1)[expert])
+
     for b, m in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
         row = x[b, m].double()
-        shares = (experts.router.weight.double() @ row).softmax(0)
+        shares = F.linear(row, *(None if part is None else part.double() for part in (
+            experts.router.weight, experts.router.bias))).softmax(0)
         chosen = shares.argsort(descending=True)[: experts.active]
         weights = shares[chosen] / (shares[chosen].sum() if experts.weighs_anew else 1)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (gate_up[expert] @ row).chunk(2)
-            out[b, m] += weight * (down[expert] @ (F.silu(gate) * up))
+            gate, up = product(stacks[0], expert, row).chunk(2)
+            between = F.silu(gate) * up
+            if experts.is_clamped:
+                gate = gate.clamp(max=7)
+                between = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+            out[b, m] += weight * product(stacks[1], expert, between)
     return out
 
 
@@ -51,11 +66,11 @@ def test_every_way_is_the_definition(models, monkeypatch, how, weighs_anew):
     monkeypatch.setattr(triforce.experts, "has_grouped_product", lambda *_: how == "grouped")
     monkeypatch.setattr(F, "grouped_mm", lambda *a, real=F.grouped_mm, **more: went.append(2) or real(*a, **more))
     monkeypatch.setattr(Experts, "_one_by_one", lambda *a, real=Experts._one_by_one: went.append(1) or real(*a))
-    monkeypatch.setattr(Experts, "_mlp", lambda self, x, gate_up, down, real=Experts._mlp: went.append(
-        gate_up.shape[:-2]) or real(self, x, gate_up, down))
-    x = torch.randn(1, FEW, 32) if how == "few" else torch.randn(2, MANY, 32)
-    torch.testing.assert_close(experts(x, how == "prefill").double(), by_definition(experts, x), atol=1e-5, rtol=1e-5)
-    assert went[0] == {"few": (FEW, 2), "many": (16,), "grouped": 2, "prefill": 1}[how]
+    monkeypatch.setattr(Experts, "_mlp", lambda self, x, *chosen, real=Experts._mlp: went.append(
+        getattr(chosen[0], "shape", 1) if chosen else "all") or real(self, x, *chosen))
+    x = 4 * (torch.randn(1, FEW, 32) if how == "few" else torch.randn(2, MANY, 32))  # beyond where gates are clamped
+    torch.testing.assert_close(experts(x, how == "prefill").double(), by_definition(experts, x), atol=1e-4, rtol=1e-4)
+    assert went[0] == {"few": (FEW, 2), "many": "all", "grouped": 2, "prefill": 1}[how]
     assert how == "prefill" or len(went) == {"grouped": 2}.get(how, 1)
 
 
@@ -63,7 +78,7 @@ def test_every_way_is_the_definition(models, monkeypatch, how, weighs_anew):
 @pytest.mark.parametrize("rows", [1, 3, 8, 64])
 def test_a_rows_bits_follow_from_it_alone(models, rows, dtype):
     """Whatever experts the others choose; also where those that it did not choose overflow."""
-    experts = Transformer.random(CONFIG, seed=0, std=0.3, dtype=dtype).layers[0].mlp
+    experts = Transformer.random(models[0].config, seed=0, std=0.3, dtype=dtype).layers[0].mlp
     x = torch.randn(2, rows, 32, dtype=dtype)
     y = experts(x)
     for seed in range(4):
@@ -103,6 +118,8 @@ def test_greedy_bits_side_by_side(models):
 
 @pytest.mark.parametrize("how", [{"offload": True, "num_resident_layers": 1}, *slow({}, {"compile": True})], ids=str)
 def test_a_seeds_text_and_greedy_text(models, how):
+    if models[0].config.sinks and "offload" in how:
+        pytest.skip("layers with a window are not offloaded")
     engine = make_engine(*models, flush_interval=16, chunk_size=4, budget=64, sampling="coupled", **how)
     prompt = random_prompt(700)  # longer than a step: the prefill goes from expert to expert
     for temperature in (0.0, 1.0):
@@ -116,8 +133,9 @@ def test_a_plan_counts_them():
     plan = plan_memory(CONFIG, None, settings, sizes, torch.float32, torch.device("cpu"))
     [found] = [part.bytes for part in plan.parts if part.name == "experts of a step"]
     assert found == 16 * 16 * 4 * (3 * 24 + 32 + 2 * 32)
-    model = Transformer.empty(CONFIG, "meta", torch.float32)
-    assert CONFIG.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    for config in (CONFIG, OSS):
+        model = Transformer.empty(config, "meta", torch.float32)
+        assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -131,6 +149,14 @@ def test_what_is_not_built_is_refused(fields, message):
         config_from_hf({**config_json("Qwen3-30B-A3B"), **fields})
     with pytest.raises(UserError, match="num_experts 8 is not supported"):
         config_from_hf({**config_json("Qwen3"), "num_experts": 8})
+
+
+@pytest.mark.parametrize("fields, message", [({"swiglu_limit": 5.0}, "swiglu_limit is 5.0.*must be 7.0"),
+                                             ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0.*must be 1.702"),
+                                             ({"rope_scaling": None}, "rope_scaling is missing, and must be said of a gpt-oss")])
+def test_another_gpt_oss_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        config_from_hf({**config_json("gpt-oss"), **fields})
 
 
 def test_a_window_is_of_all_layers():

@@ -1,4 +1,4 @@
-"""A model whose numbers are not finite: a text ends with one line that says which part gave the first, and where."""
+"""A model whose numbers are not finite: a text ends with one line that says whose weights are the cause, if any are."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def broken(part: str, value: float, index: int = 3, dtype=torch.float32, **optio
     ("output", NAN, {"offload": True})])
 def test_a_weight_that_is_no_number_is_named(part, value, options):
     engine = broken(part, value, **options)
-    told = re.escape(f"not finite from {part} on, at position 0 of 90 tokens: weights of it")
+    told = rf"logits after 9\d tokens are not finite: weights of {re.escape(part)} are no finite numbers"
     for law in ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.0, "speculate": False}):
         with pytest.raises(UserError, match=told):
             engine.generate(random_prompt(90), 8, **law)
@@ -42,25 +42,11 @@ def test_a_weight_that_is_no_number_is_named(part, value, options):
     assert len(engine.generate(random_prompt(90), 8).tokens) == 8  # the engine serves on
 
 
-def test_positions_count_from_the_beginning_of_the_text(pair):
-    """A prefill goes through a layer in chunks of 32 tokens: the last of 90 begins at 64."""
-    engine = make_engine(*pair, **SIZES)
-
-    def spoil(part, args, out):
-        if out.shape[1] == 26:
-            out[0, 6] = NAN
-
-    hook = engine.target.layers[1].mlp.down.register_forward_hook(spoil)
-    found = engine.explain_not_finite(random_prompt(90))
-    hook.remove()
-    assert "from layers.1.mlp.down on, at position 70 of 90 tokens" in str(found)
-
-
 def test_what_float16_does_not_reach_is_no_fault_of_a_weight():
     engine = broken("layers.1.mlp.gate_up", 6e4, dtype=torch.float16)
     with torch.no_grad():
         engine.target.layers[1].mlp.gate_up.weight.fill_(6e4)
-    with pytest.raises(UserError, match=r"from layers.1.mlp.gate_up on, at position \d+ of 90 tokens: float16 ends at"):
+    with pytest.raises(UserError, match=r"they exceed float16 \(float16 ends at 65,504\); load .* --dtype bfloat16"):
         engine.generate(random_prompt(90), 8)
 
 
@@ -68,7 +54,7 @@ def test_one_row_of_several():
     engine = broken("embedding", NAN, index=7 * 32, max_batch_size=2, retrieval=False)
     prompts = [[token if token != 7 else 8 for token in random_prompt(90, seed)] for seed in range(2)]
     prompts[1][20] = 7
-    with pytest.raises(UserError, match="at position 20 of 90 tokens"):
+    with pytest.raises(UserError, match="weights of embedding are no finite numbers"):
         engine.generate(prompts, 4, seed=0)
 
 
@@ -82,4 +68,4 @@ def test_a_command_ends_with_that_line(tmp_path, capsys, flags):
     argv = ["--checkpoint", str(folder), "--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "4"]
     assert cli.main([*argv, *flags]) == 2
     said = capsys.readouterr()
-    assert "not finite from layers.1.mlp.down on, at position 0 of" in said.err and "identical" not in said.out
+    assert "weights of layers.1.mlp.down are no finite numbers" in said.err and "identical" not in said.out

@@ -260,17 +260,16 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
     assert check.compare(engine, ids, theirs)["passed"]
 
 
-@pytest.mark.parametrize("damaged,dtype,where,cause", [
-    ("nan", "float32", "from layers.1.mlp.down on, at position 0 of", "weights of it are not finite"),
-    ("large", "float32", "from embedding on, at position WORD of", "weights of it are not finite"),
-    ("overflow", "float16", "from layers.2.mlp.down on, at position 0 of", "")])
-def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dtype, where, cause, capsys, tmp_path):
+@pytest.mark.parametrize("damaged,dtype,cause", [
+    ("nan", "float32", "weights of layers.1.mlp.down are no finite numbers"),
+    ("large", "float32", "weights of embedding are no finite numbers"), ("overflow", "float16", "(float16 ends at")])
+def test_what_is_not_finite_is_named(folders, brief, damaged, dtype, cause, capsys, tmp_path):
     """And nothing is timed that says nothing."""
-    made, word = folders
+    made, _ = folders
     status, told, page = checked(capsys, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths",
                                  "200", "--new", "8")
     [record] = told["records"]
-    assert status == 1 and where.replace("WORD", str(word)) in record["why"] and cause in record["why"]
+    assert status == 1 and cause in record["why"]
     assert "NOT all is well" in page
 
 

@@ -189,7 +189,7 @@ def test_trees_are_chosen_where_a_verify_is_dear():
     assert plan.branches == BRANCH and plan.gamma >= 12
     assert chosen(1000.0, 900.0)[0].branches == 0 == chosen(12.0, 6.0)[0].branches
     shape, _ = nodes.shape_for(plan.gamma, BRANCH)
-    assert shape.rows == 128 and shape.length == BRANCH
+    assert shape.rows == 128 and max(distance for _, distance in places(shape)) == BRANCH
 
     def play() -> int:
         row, count = 0, 1

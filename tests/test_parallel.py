@@ -107,7 +107,7 @@ def test_a_rank_without_others_is_no_rank(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: --foo is not a known flag")
 
 
-@pytest.mark.parametrize("family", ["Qwen3, biases", "Phi-4-mini", "GLM-4-9B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("family", ["Qwen3, biases", "Phi-4-mini", "GLM-4-9B", "Qwen3-30B-A3B", "gpt-oss"])
 def test_a_rank_reads_its_share_of_a_checkpoint(family, tmp_path):
     """Also of tensors that hold several layers' rows, and of heads whose dimensions are put in order."""
     config = {**config_json(family), "num_key_value_heads": 2}

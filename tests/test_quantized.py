@@ -7,6 +7,7 @@ import torch
 from conftest import slow
 from families import build, config_json, edit, save, storing
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model
@@ -107,6 +108,42 @@ def test_packed_weights_are_the_wide_ones(name, family, tmp_path):
     assert all(torch.equal(tensor, same[name]) for name, tensor in packed.named_parameters())
     assert packed.config == wide.config  # so it takes as much memory
     assert packed.config.float8 is None and len({tensor.std().item() for tensor in same.values()}) > 5
+
+
+@pytest.fixture
+def in_mxfp4(tmp_path):
+    """A gpt-oss folder as published, with random bytes, and one with what transformers makes of them."""
+    torch.manual_seed(0)
+    more = {"intermediate_size": 96}
+    config = {**config_json("gpt-oss"), **more}
+    packed, wide = (save(build("gpt-oss", **more), config, tmp_path / name) for name in ("packed", "wide"))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(packed / "model.safetensors").items()}
+    blocks, widened = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, columns, rows = tensor.shape
+            bits = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 125, (count, rows, columns // 32), dtype=torch.uint8)
+            widened[name] = convert_moe_packed_tensors(bits, scales).contiguous()
+            del blocks[name]
+            blocks |= {f"{name}_blocks": bits, f"{name}_scales": scales}
+    for folder, found in ((packed, blocks), (wide, widened)):
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(packed, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return packed, wide
+
+
+def test_mxfp4_is_widened_as_transformers_does(in_mxfp4):
+    packed, wide = (load_model(folder, dtype="bfloat16") for folder in in_mxfp4)
+    same = dict(wide.named_parameters())
+    assert all(torch.equal(tensor, same[name]) for name, tensor in packed.named_parameters())
+    assert packed.layers[0].mlp.gate_up.weight.abs().max() <= 6 * 2**-3 and packed.config == wide.config
+
+
+def test_mxfp4_without_its_scales(in_mxfp4):
+    storing("model.layers.1.mlp.experts.down_proj_scales", None)(in_mxfp4[0])
+    with pytest.raises(UserError, match="a packed weight has no scales; download it again.*down_proj_scales"):
+        load_model(in_mxfp4[0])
 
 
 @pytest.mark.parametrize("change, says", [

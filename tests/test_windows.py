@@ -51,7 +51,7 @@ def test_attention_within_a_window(rows, keys, window, monkeypatch):
 FAMILIES = {"Gemma 3": {}, "Gemma 3 270M": {}, "OLMo 3": {}, "Mistral 0.1": {}, "Ministral": {}, "Phi-3-mini-4k": {},
             "Qwen2.5": {"use_sliding_window": True, "max_window_layers": 1},
             "Qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
-            "SmolLM3": {"use_sliding_window": True}}
+            "SmolLM3": {"use_sliding_window": True}, "gpt-oss": {}}
 
 
 @pytest.mark.parametrize("family", [*list(FAMILIES)[::2], *slow(*list(FAMILIES)[1::2])])

@@ -278,13 +278,18 @@ def merge(a: State, b: State) -> State:
     return out, _evenly(torch.logaddexp, lse_a, lse_b)
 
 
-def join(states: list[State]) -> Tensor:
+def join(states: list[State], sinks: Tensor | None = None) -> Tensor:
     """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. One
-    may be of parts."""
+    may be of parts. sinks [H]: logits of heads that one more state has, whose output is 0."""
     state, *others = [merge_parts(*state) for state in states]
     for other in others:
         state = merge(state, other)
-    return state[0]
+    out, lse = state
+    if sinks is None:
+        return out
+    sinks = sinks.view(out.shape[1], -1, 1)  # [K, G, 1]; or H, 1 for K, G
+    sinks = sinks.expand(-1, -1, out.shape[2] // sinks.shape[1]).flatten(1)
+    return out * _evenly(torch.sigmoid, lse - sinks)[..., None]
 
 
 def _evenly(function, *args: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ class TooLong(UserError):
 
 
 class NotFinite(UserError):
-    """Logits are no finite numbers, after these tokens."""
+    """Logits are no finite numbers, after so many tokens."""
 
-    def __init__(self, tokens: list[int]):
-        super().__init__(f"the target's logits after {len(tokens):,} tokens are not finite numbers; load the model "
-                         "with another --dtype, or download the checkpoint again")
-        self.tokens = tokens
+    def __init__(self, count: int):
+        super().__init__(f"the target's logits after {count:,} tokens are not finite numbers; load the model with "
+                         "another --dtype, or download the checkpoint again")
+        self.count = count
 
 
 class Parser(argparse.ArgumentParser):

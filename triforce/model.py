@@ -77,7 +77,8 @@ class ModelConfig:
     post_norm: bool = field(default=False, repr=False)  # of what comes out of them
     shifted_norms: bool = field(default=False, repr=False)  # their weights are those of the checkpoint, and 1
     query_scale: float = field(default=1.0, repr=False)  # of the weights of q_norm
-    activation: str = field(default="silu", repr=False)  # or "gelu", by its tanh
+    activation: str = field(default="silu", repr=False)  # or "gelu", by its tanh; of experts also "clamped"
+    sinks: bool = field(default=False, repr=False)  # a learned logit of each head that no key has (arXiv 2309.17453)
     embedding_scale: float = field(default=1.0, repr=False)
 
     @property
@@ -135,8 +136,9 @@ class ModelConfig:
         attention = self.dim * (rows + self.head_dim * self.n_head)
         heads = self.n_head + self.n_kv_head if self.qk_norm_whole else 2
         norms = 2 * self.dim * (self.pre_norm + self.post_norm) + heads * self.head_dim * self.qk_norm
-        biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
-        mlp = 3 * self.dim * self.ffn_dim * max(self.num_experts, 1) + self.dim * self.num_experts
+        biases = rows * self.qkv_bias + self.dim * self.out_bias + self.n_head * self.sinks
+        each = 3 * self.dim * self.ffn_dim + (2 * self.ffn_dim + self.dim) * self.mlp_bias
+        mlp = each * max(self.num_experts, 1) + (self.dim + self.mlp_bias) * self.num_experts
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.n_layer * (attention + biases + mlp + norms) + self.dim
 
@@ -260,6 +262,7 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim * (config.n_head if whole else 1), config.qk_norm)
         self.k_norm = make_norm(config, config.head_dim * (config.n_kv_head if whole else 1), config.qk_norm)
         self.q_norm.scale, self.normed = config.query_scale, config.qk_norm
+        self.sinks = nn.Parameter(torch.empty(config.n_head)) if config.sinks else None
 
     def project(self, x: Tensor) -> Tensor:
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
@@ -273,7 +276,7 @@ class Attention(nn.Module):
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
         """States over disjoint keys, see `attention.join` -> [B, M, dim]."""
-        return self.out(attention.heads_side_by_side(attention.join(states), self.n_head, dtype))
+        return self.out(attention.heads_side_by_side(attention.join(states, self.sinks), self.n_head, dtype))
 
 
 class MLP(nn.Module):

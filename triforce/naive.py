@@ -74,7 +74,10 @@ def forward(model: Transformer, tokens: list[int], view: list[Tensor] | None = N
             exact = position < settled
             seen = seen & (exact[:, None] | in_view[:, None, :]).repeat_interleave(group, 0)  # [H, S, S]
         scores = q.double() @ k.double().repeat_interleave(group, 0).transpose(1, 2) / config.head_dim**0.5
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if config.sinks:  # a key more, whose value is 0
+            scores = torch.cat([scores, layer.attention.sinks[:, None, None].expand(-1, len(tokens), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(tokens)]
         y = weights @ v.double().repeat_interleave(group, 0)  # [H, S, D]
         x = x + layer.attention_out_norm(layer.attention.out(y.to(x.dtype).transpose(0, 1).flatten(1)))
         x = x + layer.mlp_out_norm(layer.mlp(layer.mlp_norm(x)[None])[0])

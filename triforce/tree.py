@@ -110,14 +110,6 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         return 1 + self.spine + len(self.parents)
 
-    @property
-    def length(self) -> int:
-        """Rows of the longest branch, from where it leaves the spine. Each but the first takes a step of drafting."""
-        distances = [0] * (self.spine + 1)
-        for parent in self.parents:
-            distances.append(distances[parent] + 1)
-        return max(distances)
-
     def follows(self, row: int) -> int:
         """The row that a row follows."""
         return row - 1 if row <= self.spine else self.parents[row - self.spine - 1]

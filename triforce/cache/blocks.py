@@ -85,7 +85,8 @@ class TargetBlock:
         """
         self.cache, self.view, self.extent, self.compiled = cache, view, extent, compiled
         self.n_head, self.n_kv_head, self.keep_queries = cache.config.n_head, cache.config.n_kv_head, keep_queries
-        self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
+        self.length_on_device = view.length_on_device
+        self.alone = view.joined and view.shared is None and not cache.config.sinks
         self.waits = view.joined and view.follows  # `read` attends to the tail, once the view before it is chosen
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True, on_piece=on_piece)
         tail, room = cache.tail, cache.tail.room if view.joined else 0

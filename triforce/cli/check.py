@@ -20,6 +20,7 @@ from .. import __version__
 from ..config import Placement, Sampling, Settings, find_device
 from ..decode.plan import AUTOREGRESSION, DraftPlan
 from ..engine.engine import Engine
+from ..engine.finite import explain
 from ..engine.loading import find_dtype, load
 from ..engine.prompt_cache import first_difference
 from ..errors import UserError
@@ -83,7 +84,7 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
     target, told, last = engine.target, {"name": "logits", "tokens": len(tokens)}, min(LAST, len(tokens))
     ours = engine.logits([tokens], last=last)[0].cpu()
     if not bool(ours.isfinite().all()):
-        return {**told, "name": "finite values", "passed": False, "why": str(engine.explain_not_finite(tokens))}
+        return {**told, "name": "finite values", "passed": False, "why": str(explain(target, len(tokens)))}
     if isinstance(theirs, str):
         return {**told, "passed": None, "why": theirs}
     width = min(ours.shape[1], theirs.shape[1])

@@ -351,7 +351,7 @@ class DecodeBatch:
                 raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
                                    "or settings differ, or a device miscalculates")
             if brought.tokens and not brought.is_finite:
-                raise NotFinite(self._texts[row])
+                raise NotFinite(len(self._texts[row]))
             self.lens[row] += len(brought.tokens)
             self._texts[row] += brought.tokens
         due = self.pilot.observe(result, chosen)

@@ -363,15 +363,6 @@ class Engine:
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
 
-    def explain_not_finite(self, tokens: list[int]) -> UserError:
-        """The error for logits that are not finite after these tokens: it names the part of the model and the position
-        that they come from. It takes the room and more than the time of a prefill. Every rank calls this."""
-        interval = self.settings.flush_interval
-        with self.working():
-            self._end_stream()
-            cache = self.buffers.allocate(-(-len(tokens) // interval) * interval)
-            return finite.explain(self.target, cache, tokens, self.settings.prefill_chunk_size)
-
     @contextlib.contextmanager
     def working(self):
         """Within, this thread alone computes on this engine."""
@@ -487,7 +478,7 @@ class Engine:
                 for row, piece in self._decode(session):
                     yield first + row, piece
             except not_finite as error:
-                explain = partial(self.explain_not_finite, error.tokens)
+                explain = partial(finite.explain, self.target, error.count)
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
@@ -498,7 +489,9 @@ class Engine:
                         session.close()
             if explain is not None:  # here no traceback holds on to the buffers
                 self.release()
-                raise explain()
+                with self.working():
+                    error = explain()
+                raise error
             self.buffers.keep()
 
     def _decode(self, session: Session) -> Iterator[tuple[int, str]]:

@@ -22,7 +22,7 @@ from .config import config_from_hf
 from .files import FLAG, Fields, about, check_file, guarded, number, read_json, read_optional_json, several, whole
 from .folders import find_weights
 from .names import EMBEDDING, OUTPUT, SCALE, places, put, scale_of, separate
-from .packed import PackedWeight, unpacked
+from .packed import unpacked
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
@@ -154,7 +154,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             raise UserError(f"tensor {name} holds nan; it is damaged: download it again")
         if name.endswith(SCALE) and not bool((tensor.isfinite() & (tensor >= 0)).all()):
             raise UserError(f"tensor {name} holds scales that are negative or not finite: download it again")
-        put(parameters, parts, name, tensor.wide() if isinstance(tensor, PackedWeight) else tensor, group)
+        put(parameters, parts, name, tensor if isinstance(tensor, Tensor) else tensor.wide(), group)
 
     work = [one for name, tensor in stored for one in separate(name, tensor, table, config, dict(stored)).items()]
     with about(folder), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:

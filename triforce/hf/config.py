@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from ..errors import UserError
+from ..experts import LIMIT, SLOPE
 from ..model import ModelConfig, RopeScaling
 from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
 from .packed import packing_of
@@ -12,18 +13,20 @@ from .quantization import float8_from_hf
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
                  "glm": "GlmForCausalLM", "smollm3": "SmolLM3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
+                 "gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
-THETAS = {"SmolLM3ForCausalLM": 2e6, "Gemma3ForCausalLM": 1e6, "Olmo3ForCausalLM": 5e5}  # by default, if not 10,000
-EPSILONS = {"Phi3ForCausalLM": 1e-5, "Olmo3ForCausalLM": 1e-5, "GlmForCausalLM": 1.5625e-7}  # by default, if not 1e-6
+THETAS = {"SmolLM3ForCausalLM": 2e6, "Gemma3ForCausalLM": 1e6, "Olmo3ForCausalLM": 5e5,
+          "GptOssForCausalLM": 1.5e5}  # by default, if not 10,000
+EPSILONS = {"Phi3ForCausalLM": 1e-5, "Olmo3ForCausalLM": 1e-5, "GptOssForCausalLM": 1e-5,
+            "GlmForCausalLM": 1.5625e-7}  # by default, if not 1e-6
 # What families differ in.
 FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": {"qk_norm": True},
-            "Qwen3MoeForCausalLM": {"qk_norm": True},
+            "Qwen3MoeForCausalLM": {"qk_norm": True}, "GptOssForCausalLM": {"sinks": True, "activation": "clamped"},
             "Gemma3ForCausalLM": {"qk_norm": True, "post_norm": True, "shifted_norms": True, "activation": "gelu"},
             "Olmo3ForCausalLM": {"qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True}}
-# Families whose full layers are the last of every few, and rotate in a way of their own: how few, and the base of the
-# other layers; None: the same.
-PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, None)}
+# Families whose full layers are the last of every few: how few, and the base of the other layers; None: the same. All
+# but gpt-oss scale the rotation of full layers alone.
+PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, None), "GptOssForCausalLM": (2, None)}
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
            "mlp_only_layers", "shared_expert_intermediate_size", "use_bidirectional_attention")
@@ -42,7 +45,8 @@ def config_from_hf(hf: dict) -> ModelConfig:
     wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
     fields = Fields(text_part(hf))
     architecture = _architecture(fields)
-    has_experts = architecture == "Qwen3MoeForCausalLM"
+    oss = architecture == "GptOssForCausalLM"
+    has_experts = oss or architecture == "Qwen3MoeForCausalLM"
     refuse(fields, LACKING if has_experts else (*LACKING, *EXPERTS))
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
     gemma = architecture == "Gemma3ForCausalLM"
@@ -60,7 +64,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         n_head=n_head,
         n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
         head_dim=fields.get("head_dim", whole(2, 2**12), 256 if gemma else max(dim // n_head, 1)),
-        ffn_dim=fields.get("moe_intermediate_size" if has_experts else "intermediate_size", whole(1, 2**20)),
+        ffn_dim=fields.get("moe_" * (has_experts and not oss) + "intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), EPSILONS.get(architecture, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -69,19 +73,20 @@ def config_from_hf(hf: dict) -> ModelConfig:
         unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
         **FEATURES.get(architecture, {}),
         **(_gemma(fields, dim) if gemma else {}),
-        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
-        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
-        mlp_bias=fields.get("mlp_bias", FLAG, False),
+        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm or oss),
+        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, oss),
+        mlp_bias=fields.get("mlp_bias", FLAG, oss),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma or architecture == "SmolLM3ForCausalLM"),
         architecture=architecture,
         **(windows := _windows(fields, architecture, positions)),
-        sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows else None,
+        sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows and not oss else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
-        **(_experts(fields) if has_experts else {}),
+        **(_experts(fields, oss) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}),
     )
     _check_shapes(config, fields)
+    fields.expect("rope_scaling", not oss or scaling.kind != "default", "said of a gpt-oss")
     quantization = fields.part("quantization_config")
     if not quantization.values or packing_of(quantization) is not None:  # which are widened as they are read
         return config
@@ -129,7 +134,8 @@ def _architecture(fields: Fields) -> str:
 def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     # Absent and null differ: most families have a window by default.
-    usual = 0 if "sliding_window" in fields.values or architecture[:4] in ("Phi3", "Smol") else 4096
+    usual = 128 if architecture == "GptOssForCausalLM" else 4096
+    usual = 0 if "sliding_window" in fields.values or architecture[:4] in ("Phi3", "Smol") else usual
     window, types = fields.get("sliding_window", whole(0, 2**31), usual), fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
@@ -158,7 +164,7 @@ def _gemma(fields: Fields, dim: int) -> dict:
     return {"embedding_scale": dim**0.5, "query_scale": (head / scalar) ** 0.5}
 
 
-def _experts(fields: Fields) -> dict:
+def _experts(fields: Fields, oss: bool) -> dict:
     """The fields of `ModelConfig` that say which MLPs a layer has. All layers have the same."""
     count = agreed({key: fields.get(key, whole(1, 2**12), None) for key in EXPERTS}) or fields.get(
         "num_experts", whole(1, 2**12))
@@ -166,8 +172,10 @@ def _experts(fields: Fields) -> dict:
         raise UserError(f"decoder_sparse_step {step} is not supported: some layers have no experts; supported is 1")
     if fields.part("quantization_config").get("quant_method", TEXT, "") in ("fp8", "compressed-tensors"):
         raise UserError("quantization_config of a model with experts is not supported; choose its wide weights")
+    for key, known in (("swiglu_limit", LIMIT), ("swiglu_alpha", SLOPE)) if oss else ():
+        fields.expect(key, fields.get(key, number(0, 1e3), known) == known, f"{known}, which alone is supported")
     return {"num_experts": count, "active_experts": fields.get("num_experts_per_tok", whole(1, count)),
-            "weighs_anew": fields.get("norm_topk_prob", FLAG, False)}
+            "weighs_anew": oss or fields.get("norm_topk_prob", FLAG, False)}
 
 
 def _nope_layers(fields: Fields) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,10 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.o_proj", ours, "attention.out", 0, dim, q, config.out_bias)
+        if config.sinks:
+            table[f"{theirs}self_attn.sinks"] = Place(f"{ours}attention.sinks", 0, (config.n_head,))
         if config.num_experts:
-            linear(theirs + "mlp.gate", ours, "mlp.router", 0, config.num_experts, dim)
+            linear(theirs + "mlp.gate", ours, "mlp.router", 0, config.num_experts, dim, config.mlp_bias)
         names = [f"mlp.experts.{n}." for n in range(config.num_experts)] or ["mlp."]
         for n, name in enumerate(names):
             linear(f"{theirs}{name}gate_proj", ours, "mlp.gate_up", 2 * n * ffn, ffn, dim, config.mlp_bias)
@@ -105,6 +107,10 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.")  # of a Gemma 3 with images
     if name == OUTPUT and OUTPUT not in table:  # a tied one, perhaps beside the embedding
         return {} if EMBEDDING in stored else {EMBEDDING: tensor}
+    if config.activation == "clamped":
+        name, layer = name.replace(".mlp.router.", ".mlp.gate."), name.rpartition(".")[0]
+        if layer.endswith(".mlp.experts"):
+            return dict(_of_experts(name, tensor))
     for ending in SCALES if config.float8 is not None else ():
         name = name.removesuffix(ending) + SCALE if name.endswith(ending) else name
     names = [name]
@@ -118,6 +124,18 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
     if len(names) > 1 and tensor.shape[:1] == (sum(sizes),):
         return dict(zip(names, tensor.split(sizes), strict=True))
     return {name: tensor}
+
+
+def _of_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """gpt-oss holds all experts in one tensor [E, columns, rows], or biases [E, rows], or packed [E, rows, columns];
+    rows of gate and up stand in turns."""
+    layer, _, what = name.rpartition(".")
+    kind = "bias" if what.endswith("_bias") else "weight"
+    what = what.removesuffix("_bias")
+    for n, one in enumerate(tensor):
+        one = one.T if kind == "weight" and isinstance(tensor, Tensor) else one
+        parts = (("gate_proj", one[::2]), ("up_proj", one[1::2])) if what == "gate_up_proj" else ((what, one),)
+        yield from ((f"{layer}.{n}.{part}.{kind}", rows) for part, rows in parts)
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:

@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .files import Fields, about, read_json, whole
+from .files import Fields, about, guarded, read_json, whole
 from .quantization import expect, only_group
 
 WORD = 32
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
          "weight_g_idx")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word eight neighbours stand
+E2M1 = [sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]  # numbers of 4 bits
 # The values that a key may have; None: it may be absent.
 RULES = {
     "gptq": {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)},
     "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True,)},
-    "compressed-tensors": {"format": ("pack-quantized",), "kv_cache_scheme": (None,), "transform_config": ({}, None)}}
+    "compressed-tensors": {"format": ("pack-quantized",), "kv_cache_scheme": (None,), "transform_config": ({}, None)},
+    "mxfp4": {}}
 GROUP = {"input_activations": (None,), "output_activations": (None,), "format": ("pack-quantized", None)}
 WEIGHTS = {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel"), "dynamic": (False, None)}
 
@@ -45,6 +47,8 @@ def packing_of(quantization: Fields) -> Packing | None:
     if method == "compressed-tensors" and quantization.values.get("format") != "pack-quantized" or method not in RULES:
         return None
     expect(quantization, RULES[method])
+    if method == "mxfp4":
+        return Packing(method, 4, 32)
     if method != "compressed-tensors":
         less = method == "gptq" and quantization.values.get("checkpoint_format") != "gptq_v2"
         return Packing(method, quantization.values["bits"], quantization.get("group_size", whole(-1, 2**20)), int(less))
@@ -104,7 +108,27 @@ class PackedWeight:
         return (numbers[..., AWQ_ORDER] if self.packing.method == "awq" else numbers).flatten(-2)
 
 
-def unpacked(folder: Path, stored: list[tuple[str, Tensor]], known) -> list[tuple[str, "Tensor | PackedWeight"]]:
+class Mxfp4:
+    """Numbers of 4 bits with a power of two for every 32 (the MX formats of the Open Compute Project), two in a byte:
+    blocks [..., G, 16] and scales [..., G], uint8. It stands where a tensor [..., 32 * G] would."""
+
+    dtype = torch.bfloat16  # which holds each number exactly
+
+    def __init__(self, blocks: Tensor, scales: Tensor):
+        self.blocks, self.scales = blocks, scales
+        self.shape = torch.Size((*scales.shape[:-1], 32 * scales.shape[-1]))
+
+    def __getitem__(self, key) -> "Mxfp4":
+        return Mxfp4(self.blocks[key], self.scales[key])
+
+    def wide(self) -> Tensor:
+        numbers = torch.stack([self.blocks & 15, self.blocks >> 4], -1).flatten(-2).int()  # the low half comes first
+        scaled = torch.ldexp(torch.tensor(E2M1)[numbers], self.scales[..., None].int() - 127)
+        return scaled.flatten(-2).to(self.dtype)
+
+
+def unpacked(folder: Path, stored: list[tuple[str, Tensor]],
+             known) -> list[tuple[str, "Tensor | PackedWeight | Mxfp4"]]:
     """The tensors of a folder, each packed weight as one. known: names that have a place. AutoGPTQ gives layers without
     biases some of zeros: those go."""
     path = Path(folder) / "config.json"
@@ -112,6 +136,11 @@ def unpacked(folder: Path, stored: list[tuple[str, Tensor]], known) -> list[tupl
         packing = packing_of(Fields(read_json(path)).part("quantization_config"))
     if packing is None:
         return stored
+    if packing.method == "mxfp4":
+        found = dict(stored)
+        with about(folder), guarded("a packed weight has no scales; download it again"):
+            return [(name.removesuffix("_blocks"), Mxfp4(one, found[name.replace("_blocks", "_scales")]))
+                    if name.endswith("_blocks") else (name, one) for name, one in stored if name[-7:] != "_scales"]
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored:
         layer, _, part = name.rpartition(".")
