@@ -14,6 +14,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import torch
@@ -29,6 +30,7 @@ PIECE_BYTES = 64 * 2**20
 STAGING_BUFFERS = 3, 8  # at least, and at most
 # A step of at most this number of pieces a layer is recorded: the host may enqueue more slowly than the bus copies.
 FEW_PIECES = 2
+MAKERS = 4  # threads that make host memory
 
 
 class Offload:
@@ -54,11 +56,16 @@ class Offload:
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned).atexit = False
         place, shape = "meta" if self.device.type == "meta" else "cpu", (2, batch, capacity, *token)
-        for i in self.layers:
+
+        def make(_) -> Tensor:  # touched pages are pinned in a quarter of the time
             made = _huge_pages(shape, dtype) if self.on_cuda else torch.empty(shape, dtype=dtype, device=place)
-            self.host[i] = made.zero_()  # by all cores: touched pages are pinned in a quarter of the time
-            if self.on_cuda:
-                self._pin(self.host[i])
+            return made.zero_()
+
+        with ThreadPoolExecutor(MAKERS) as makers:  # by one thread each, where torchrun has started the process
+            for i, made in zip(self.layers, makers.map(make, self.layers), strict=True):
+                self.host[i] = made
+                if self.on_cuda:
+                    self._pin(made)
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         fewest, most = STAGING_BUFFERS
