@@ -46,7 +46,7 @@ SHARED = {"max_seq_len": 2048, "max_batch_size": 3}
 #   cuda: for a GPU alone
 #   apart: not compared with and without speculation: after an answer with it more is held, and less is prefilled
 #   within: not compared with what was recorded; with and without speculation are
-SETTINGS = {
+ALONE = {
     "hierarchy": {}, "hierarchy, gamma 7, 3": {"gamma": 7, "gamma_inner": 3}, "hierarchy, gamma 1": {"gamma": 1},
     "budget of all": {"budget": 1024}, "budget 144": {"budget": 144}, "chunks of 16": {"chunk_size": 16},
     "flush 128": {"flush_interval": 128}, "block 16": {"block_size": 16, "gamma": 12},
@@ -62,45 +62,41 @@ SETTINGS = {
     "prefill by 100": {"prefill_chunk_size": 100}, "recent 0.5": {"recent": 0.5},
     "coupled": COUPLED, "coupled, retrieval": {**COUPLED, "draft": False},
     "leaves": LEAVES, "leaves, draft": {**COUPLED, "leaves": 2, "retrieval": False},
-    "tree": TREE,
+    "tree": TREE, "fp8": {"weights": "fp8"}, "bfloat16": {"dtype": "bfloat16"},
     "offload": {"offload": True}, "offload, 3 layers": {"offload": True, "num_resident_layers": 3},
     "offload, pieces of 64": {"offload": True, "piece_tokens": 64},
     "offload, retrieval": {"offload": True, "draft": False},
     "offload, streaming": {"offload": True, "draft": False, "draft_cache": "streaming"},
     "offload, leaves": {"offload": True, **LEAVES},
-    "batch": {"scene": "batch"}, "batch, retrieval": {"scene": "batch", "draft": False},
-    "batch, snapkv": {"scene": "batch", "draft": False, "draft_cache": "snapkv"},
-    "batch, draft": {"scene": "batch", "retrieval": False},
-    "batch, ngram": {"scene": "batch", "draft": "ngram"}, "batch, leaves": {"scene": "batch", **LEAVES},
-    "batch, offload": {"scene": "batch", "offload": True},
-    "ended rows": {"scene": "ended"}, "ended rows, coupled": {"scene": "ended", **COUPLED},
-    "ended rows, offload": {"scene": "ended", "offload": True},
-    "shared": {"scene": "shared", **SHARED}, "shared, coupled": {"scene": "shared", **SHARED, **COUPLED},
-    "shared, leaves": {"scene": "shared", **SHARED, **LEAVES}, "shared, tree": {"scene": "shared", **SHARED, **TREE},
-    "shared, retrieval": {"scene": "shared", **SHARED, "draft": False},
-    "shared, offload": {"scene": "shared", **SHARED, "offload": True},
+}
+
+
+def also(prefix: str, more: dict, *names: str) -> dict:
+    """Settings from above, with more."""
+    return {f"{prefix}, {name}".removesuffix(", hierarchy"): {**ALONE[name], **more} for name in names}
+
+
+SETTINGS = {
+    **ALONE,
+    **also("batch", {"scene": "batch"}, "hierarchy", "retrieval", "snapkv", "draft", "ngram", "leaves", "offload",
+           "fp8", "bfloat16"),
+    **also("ended rows", {"scene": "ended"}, "hierarchy", "coupled", "offload"),
+    **also("shared", {"scene": "shared", **SHARED}, "hierarchy", "coupled", "leaves", "tree", "retrieval", "offload"),
     "shared, one question": {"scene": "question", **SHARED},
-    "shared, ended rows": {"scene": "ended shared", **SHARED},
-    "shared, ended rows, coupled": {"scene": "ended shared", **SHARED, **COUPLED},
-    "common beginning": {"scene": "common", **SHARED},
-    "common beginning, coupled": {"scene": "common", **SHARED, **COUPLED},
-    "reuse": {"scene": "reuse"}, "reuse, offload": {"scene": "reuse", "offload": True},
+    **also("shared, ended rows", {"scene": "ended shared", **SHARED}, "hierarchy", "coupled"),
+    **also("common beginning", {"scene": "common", **SHARED}, "hierarchy", "coupled"),
+    **also("reuse", {"scene": "reuse"}, "hierarchy", "offload"),
     "conversation": {"scene": "conversation", "apart": True},
     "conversation about a document": {"scene": "conversation about", "apart": True, **SHARED},
-    "kept document": {"scene": "kept", **SHARED, "prefill_chunk_size": 256},
-    "kept document, offload": {"scene": "kept", **SHARED, "prefill_chunk_size": 256, "offload": True},
-    "fp8": {"weights": "fp8"}, "fp8, batch": {"scene": "batch", "weights": "fp8"},
-    "fp8 drafts": {"draft_dtype": "fp8", "cuda": True},
-    "bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16", "draft": False},
-    "bfloat16, batch": {"dtype": "bfloat16", "scene": "batch"},
-    "two ranks": {"ranks": 2}, "two ranks, batch": {"ranks": 2, "scene": "batch"},
-    "two ranks, draft on one": {"ranks": 2, "draft_ranks": [0]}, "two ranks, offload": {"ranks": 2, "offload": True},
-    "two ranks, leaves": {"ranks": 2, **LEAVES}, "two ranks, shared": {"ranks": 2, "scene": "shared", **SHARED},
-    "two ranks, bfloat16": {"ranks": 2, "dtype": "bfloat16"}, "two ranks, float16": {"ranks": 2, "dtype": "float16"},
+    **also("kept document", {"scene": "kept", **SHARED, "prefill_chunk_size": 256}, "hierarchy", "offload"),
+    "float16": {"dtype": "float16", "draft": False}, "fp8 drafts": {"draft_dtype": "fp8", "cuda": True},
+    **also("two ranks", {"ranks": 2}, "hierarchy", "offload", "leaves", "bfloat16"),
+    "two ranks, draft on one": {"ranks": 2, "draft_ranks": [0]}, "two ranks, batch": {"ranks": 2, "scene": "batch"},
+    "two ranks, shared": {"ranks": 2, "scene": "shared", **SHARED},
+    "two ranks, float16": {"ranks": 2, "dtype": "float16"},
     "written": {"compile": False, "cuda": True},
-    "compiled": {"compile": True, "cuda": True, "within": True},
+    **also("compiled", {"compile": True, "cuda": True, "within": True}, "hierarchy", "leaves"),
     "compiled, batch": {"compile": True, "scene": "batch", "cuda": True, "within": True},
-    "compiled, leaves": {"compile": True, **LEAVES, "cuda": True, "within": True},
     "compiled, shared": {"compile": True, "scene": "shared", **SHARED, "cuda": True, "within": True},
     **{f"{shape}{more}": {"shape": shape, "scene": scene, "budget": 1024, "gamma": gamma, "max_batch_size": 4,
                           "max_seq_len": 33_280, "flush_interval": 128, **options}

@@ -1,9 +1,11 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import contextlib
 import gc
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -13,13 +15,16 @@ import pytest
 import torch
 
 import triforce
+from triforce import cli
 from triforce.cache.blocks import PrefillBlock
 from triforce.config import Placement, Settings, split
 from triforce.cpu import row_unit
 from triforce.decode.batch import DecodeBatch, Models, Sizes
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.pilot import guess
+from triforce.engine.buffers import Buffers
 from triforce.engine.engine import Engine
+from triforce.errors import UserError
 from triforce.fp8 import MADE
 from triforce.hf.folders import TINY
 from triforce.hf.names import places, put
@@ -28,7 +33,9 @@ from triforce.model import ModelConfig, Transformer
 from triforce.runtime.graphs import Compiler
 
 VOCAB = 64
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))  # what tests share with these
+SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}  # so small that a short text is flushed many times
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))  # what tests share with these
 
 # Models this small gain nothing from threads, and wait for them where other work has the cores. The variable is for the
 # processes that tests start; test_rows.py asks for more.
@@ -136,6 +143,11 @@ def make_engine(target, draft_model=None, *, tokenizer=None, drafting=None, **op
     return Engine(target, tokenizer, draft_model, drafting=drafting, settings=settings, placement=placement, **eos)
 
 
+def tensors(book) -> list[torch.Tensor]:
+    """Keys and values of a prefix over `random_pair`, and what views are chosen by."""
+    return [x.clone() for i in range(2) for x in (*book.store.layer(i, 0), book.store.chunk_keys[i])]
+
+
 def assert_view_holds_its_selection(view, row: int = 0) -> None:
     """It is a true selection, and each layer holds the K/V at the positions that it says, of what it is chosen from."""
     source = view.source
@@ -193,6 +205,65 @@ def positions_in_view(state, layer=0, row=0):
     return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]
 
 
+def python(*arguments, **how) -> subprocess.CompletedProcess:
+    """Of a process of its own, in the clone's folder."""
+    return subprocess.run([sys.executable, *map(str, arguments)],
+                          **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300, **how})
+
+
+def refused(match: str, function, *args, **how) -> str:
+    """The call ends with a UserError of one line, which says so. match: a pattern, or "" for any."""
+    with pytest.raises(UserError, match=match or None) as caught:
+        function(*args, **how)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command of the library, which ends with `status`: (what it says, what it says of errors and progress)."""
+    def run(*argv, status: int = 0):
+        assert cli.main(list(argv)) == status
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def broken_off(monkeypatch):
+    """Within, Ctrl-C comes where the second part of a prompt is to be computed."""
+    @contextlib.contextmanager
+    def within():
+        compute = Buffers._compute
+
+        def broken(self, cache, tokens, start, *more):
+            if start > 0:
+                raise KeyboardInterrupt
+            compute(self, cache, tokens, start, *more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Buffers, "_compute", broken)
+            yield
+
+    return within
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Has the calls of a function, which is an attribute of `owner`, noted: a list of `what` of their arguments."""
+    def watch(owner, name: str, what) -> list:
+        seen, function = [], getattr(owner, name)
+
+        def noted(*args, **more):
+            seen.append(what(*args, **more))
+            return function(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+        return seen
+
+    return watch
+
+
 @pytest.fixture
 def eager_to_draft(monkeypatch):
     """With gamma="auto", a verify is said to take so long that whatever can draft pays. A list of the plans of the
@@ -205,8 +276,12 @@ def eager_to_draft(monkeypatch):
         costs.seen[:] = Costs.WELL
         return costs
 
+    def timed(self, plan, drafting, checking):
+        assert (drafting > 0) == (plan.gamma > 0) and checking > 0
+        plans.append(plan)
+
     monkeypatch.setattr("triforce.decode.pilot.guess", known)
-    monkeypatch.setattr(Controller, "timed", lambda self, plan, drafting, checking: plans.append(plan))
+    monkeypatch.setattr(Controller, "timed", timed)
     return plans
 
 

@@ -1,7 +1,5 @@
-"""Checkpoints in fp8, rounded here by their definitions: a scale at a time, element by element.
-
-Knows nothing of how triforce reads them.
-"""
+"""Checkpoints in fp8, rounded here by their definitions: a scale at a time, element by element. Knows nothing of how
+triforce reads them."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,6 @@ forks, what one computes: the functions with `cache`. torchrun itself is met by 
 import gc
 import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -167,9 +166,6 @@ def questions_about_a_document(group) -> None:
         out = engine_of(shard(target, group), draft, gamma=2, cache_dir=files).generate(DOCUMENT * 2, **SAID)
         found.append((out.tokens, out.stats.reused_tokens))
     assert [tokens for tokens, _ in found] == [found[0][0]] * 4 and [reused for _, reused in found] == [0, 576, 0, 576]
-    group.agree(None)
-    if group.rank == 0:
-        shutil.rmtree(folder)
 
 
 def checkpoint(group) -> None:
@@ -215,9 +211,6 @@ def weights_in_fp8(group) -> None:
     rounded = triforce.load("tiny", device="cpu", gamma=4, weights="fp8", group=group)
     for speculate in (True, False):
         assert rounded.generate(ids, speculate=speculate, **GREEDY).tokens == said
-    group.agree(None)
-    if group.rank == 0:
-        shutil.rmtree(folder)
 
 
 def where_one_rank_is_fuller(group) -> None:
@@ -318,7 +311,8 @@ if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     count = int(sys.argv[1])
-    for _, alone in checks(count):
-        alone()
-    gc.freeze()  # what there is now is not to be looked through, and thereby copied, in every rank
-    processes.start_processes(forked, (count, port), nprocs=count, start_method="fork")
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # of all ranks
+        for _, alone in checks(count):
+            alone()
+        gc.freeze()  # what there is now is not to be looked through, and thereby copied, in every rank
+        processes.start_processes(forked, (count, port), nprocs=count, start_method="fork")

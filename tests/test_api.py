@@ -2,24 +2,19 @@
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import python, refused
 from transformers import AutoModelForCausalLM
 
 import triforce
-from triforce import api
-from triforce.errors import UserError
+from triforce import UserError, api
 from triforce.hf.folders import TINY
-
-ROOT = Path(__file__).parent.parent
 
 
 class Loaded:
@@ -49,8 +44,7 @@ def test_the_engine_is_kept_for_calls_that_want_the_same(monkeypatch):
 
 
 def test_the_module_ends_with_the_status_of_the_command():
-    done = subprocess.run([sys.executable, "-m", "triforce", "--prompt", "", "--device", "cpu"], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = python("-m", "triforce", "--prompt", "", "--device", "cpu")
     assert done.returncode == 2 and "prompt is empty" in done.stderr
 
 
@@ -75,22 +69,17 @@ print(next(stream) != "")
 
 def test_no_plan_imports_the_compiler_and_a_stream_that_is_open_at_the_end_leaves_nothing(tmp_path):
     """Python closes it when nothing can be imported any more."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, "TRIFORCE_CACHE": str(tmp_path)})
+    done = python("-c", SCRIPT, env={**os.environ, "TRIFORCE_CACHE": str(tmp_path)})
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\nTrue\n", "")
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and not path.stat().st_size]
 
 
-def test_an_unknown_option_is_found_before_anything_is_loaded(monkeypatch):
+def test_mistakes_are_found_before_anything_is_loaded(monkeypatch):
+    with pytest.raises(UserError, match=r"checkpoint \(16\) .* max_new_tokens="):  # a number in its place
+        api.generate("a", 16)
     monkeypatch.setattr(api, "load", lambda *args, **more: pytest.fail("loaded"))
     monkeypatch.setattr(api, "_kept", {})
-    with pytest.raises(UserError, match="gama"):
-        api.generate("a", gama=3)
-
-
-def test_a_number_in_the_place_of_the_checkpoint():
-    with pytest.raises(UserError, match=r"checkpoint \(16\) .* max_new_tokens="):
-        api.generate("a", 16)
+    refused("gama", api.generate, "a", gama=3)
 
 
 def test_threads_that_call_at_once_share_one_engine(monkeypatch):
@@ -128,5 +117,4 @@ def test_a_script_for_transformers_gets_its_answers():
     drawn = [ours.generate(ids[1:], max_new_tokens=12, do_sample=True, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     for wrong in ({"num_beams": 2}, {"length_penalty": 2.0}):
-        with pytest.raises(UserError, match=next(iter(wrong))):
-            ours.generate(ids, **{**how, **wrong})
+        refused(next(iter(wrong)), ours.generate, ids, **{**how, **wrong})

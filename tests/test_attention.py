@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from triforce import attention
+from triforce.cpu import PackedPrefix
 
 
 def softmax_attention(q, k, v, visible):
@@ -101,3 +102,18 @@ def test_masked_keys_contribute_exactly_nothing():
         assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
     nothing = attention.masked(q, k, v, torch.full((1, 1, 3, 9), float("-inf")))
     assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()
+
+
+@pytest.mark.slow
+def test_attention_over_a_million_keys():
+    """Positions, sums and bytes at that length, with a key that outweighs all others near the end: by a kernel, with a
+    mask, and packed. What a GPU's kernels do there is not seen here."""
+    million, generator = 2**20, torch.Generator().manual_seed(0)
+    q, (k, v) = torch.randn(1, 1, 4, 16, generator=generator), torch.randn(2, 1, 1, million, 16, generator=generator)
+    k[0, 0, million - 3] = 12 * q[0, 0, 0]
+    expected = softmax_attention(q, k, v, torch.ones(1, 1, dtype=torch.bool))
+    for found in (attention.dense(q, k, v), attention.masked(q, k, v, torch.zeros(1, 1, 4, million)),
+                  PackedPrefix(k[0], v[0]).dense(q)):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, million - 3], rtol=1e-2, atol=1e-2)

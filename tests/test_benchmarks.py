@@ -1,51 +1,44 @@
 """Benchmarks on the embedded pair: widened models, prompts of data sets, and the rows that they promise."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import prompts
 import pytest
 import torch
+from conftest import python, refused
 from prompts import SUMMARY, prompts_of, read_books
 from reference import dense_logits
 from widen import PADDING_LOGIT, SHAPES, save, widen
 
 import triforce
 from triforce.cli.request import read_items
-from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command,key,expected", [
-    (["on_chip", "--contexts", "600", "--seeds", "1", "--max-new-tokens", "32", "--warm-up", "16", "--plain-tokens",
-      "4", "--device", "cpu"], "context", {600}),
-    (["batch", "--contexts", "400", "--batches", "2", "--ways", "draft", "--gammas", "2", "--rounds", "4", "--warm-up",
-      "8", "--device", "cpu"], "way", {"autoregression", "draft"}),
-    (["questions", "--context", "600", "--questions", "2", "--samples", "2", "--singles", "1", "--max-new-tokens", "16",
-      "--device", "cpu"], "gpus", {1}),
-    (["float8", "--contexts", "600", "--max-new-tokens", "4", "--device", "cpu"], "context", {600, None}),
-    (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
-    (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong", "--gpus", "2"], "wrong",
-     {True}),
-    (["real", "acceptance", "--checkpoint", "triforce/tiny/target", "--text", "docs/guide.md", "--contexts", "600",
-      "--positions", "16", "--budgets", "200", "--device", "cpu"], "what", {"acceptance"}),
-    (["real", "speed", "--checkpoint", "triforce/tiny/target", "--draft", "triforce/tiny/draft", "--text",
-      "docs/guide.md", "docs/figures.md", "--contexts", "600", "--seeds", "2", "--max-new-tokens", "16", "--yarn", "2",
-      "--temperatures", "0.6", "0", "--device", "cpu"], "text", {"guide", "figures"}),
-], ids=lambda value: value[0] if isinstance(value, list) else "")
+    ("on_chip --contexts 600 --seeds 1 --max-new-tokens 32 --warm-up 16 --plain-tokens 4 --device cpu", "context",
+     {600}),
+    ("batch --contexts 400 --batches 2 --ways draft --gammas 2 --rounds 4 --warm-up 8 --device cpu", "way",
+     {"autoregression", "draft"}),
+    ("questions --context 600 --questions 2 --samples 2 --singles 1 --max-new-tokens 16 --device cpu", "gpus", {1}),
+    ("float8 --contexts 600 --max-new-tokens 4 --device cpu", "context", {600, None}),
+    ("first_tokens --context 600 --texts 1 --new 2 6", "speculate", {True, False}),
+    ("first_tokens --context 600 --texts 1 --new 6 --wrong --gpus 2", "wrong", {True}),
+    ("real acceptance --checkpoint triforce/tiny/target --text docs/guide.md --contexts 600 --positions 16 "
+     "--budgets 200 --device cpu", "what", {"acceptance"}),
+    ("real speed --checkpoint triforce/tiny/target --draft triforce/tiny/draft --text docs/guide.md docs/figures.md "
+     "--contexts 600 --seeds 2 --max-new-tokens 16 --yarn 2 --temperatures 0.6 0 --device cpu", "text",
+     {"guide", "figures"}),
+], ids=lambda value: value.split()[0] if isinstance(value, str) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):
-    name, *flags = command
+    name, *flags = command.split()
     out = tmp_path / "rows.jsonl"
-    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *flags, "--out", str(out)],
-                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python(f"benchmarks/{name}.py", *flags, "--out", out)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row.get(key) for row in rows} == expected
@@ -78,8 +71,7 @@ def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(t
     expected = triforce.load("tiny", device="cpu").logits(ids)
     torch.testing.assert_close(engine.logits(ids)[..., :4096], expected, rtol=0, atol=0.05)  # what float16 rounds
     assert engine.generate(ids[0], 24, temperature=0.6, seed=0).stats.acceptance_rate["retrieval"] > 0.1
-    with pytest.raises(triforce.UserError, match="not empty"):
-        save(TINY / "target", shape, target)
+    refused("not empty", save, TINY / "target", shape, target)
 
 
 BOOK = "A harbour lay behind the hill, and nobody had ever counted its boats. " * 30
@@ -110,8 +102,7 @@ def test_files_of_each_form(tmp_path):
 @pytest.mark.parametrize("text", ['{"text": 3}', "3", '{"text"', '{"document": "a"}'])
 def test_a_line_without_a_text_is_named(text, tmp_path):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{text}\n')
-    with pytest.raises(UserError, match="a.jsonl, line 2: needs a JSON object with a text"):
-        list(read_books(tmp_path / "a.jsonl"))
+    refused("a.jsonl, line 2: needs a JSON object with a text", list, read_books(tmp_path / "a.jsonl"))
 
 
 def test_the_lines_are_prompts_of_the_command(tmp_path, monkeypatch):

@@ -12,32 +12,25 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
+from conftest import ROOT, python
 
 import triforce
-from triforce import cli
-from triforce.cli import main, request, run
+from triforce import UserError, cli
+from triforce.cli import request, run
 from triforce.cli.main import COMMANDS, COMMON, parser
 from triforce.engine.engine import Engine
 from triforce.engine.session import Stream
-from triforce.errors import UserError
 
-ROOT = Path(__file__).parent.parent
 SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
 
 
-def start(*args, stdin=None, program=("generate.py",)):
-    given = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
-    return subprocess.run([sys.executable, *program, *args], cwd=ROOT, capture_output=True, text=True, **given)
-
-
-def test_prompts_from_files_and_stdin(tmp_path, capsys):
+def test_prompts_from_files_and_stdin(tmp_path, command):
     def length(*flags):
-        assert cli.main([*flags, "--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0"]) == 0
-        return json.loads(capsys.readouterr().out)["stats"]["prompt_len"]
+        told = command(*flags, "--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0").out
+        return json.loads(told)["stats"]["prompt_len"]
 
     (document := tmp_path / "book.txt").write_text("Call me Ishmael. " * 50)
     assert length("--prompt-file", str(document), "--prompt-len", "100") == 100
@@ -53,38 +46,36 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     assert length(*chat, "--chat-template-kwargs", '{"names": ["Ishmael", "Ahab", "Queequeg"]}') > length(*chat) + 3
 
 
-def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
+def test_a_pipe_is_read_as_the_prompt(tmp_path, command):
     """Also a file behind `<`; a prompt that is given goes before; what brings nothing is no prompt."""
-    def said(*argv, stdin=os.devnull):
+    def said(*argv, stdin=os.devnull, status=0):
         with open(stdin) as file, mock.patch.object(sys, "stdin", file):
-            return cli.main(argv), *capsys.readouterr()
+            return command(*argv, status=status)
 
     flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0", "--gamma", "4"]  # for the same text
-    piped = start(*(flag for flag in flags if flag != "--json"), stdin="Once upon a time")
-    alone = json.loads(said("--prompt", "Once upon a time", *flags)[1])
+    piped = python("generate.py", *(flag for flag in flags if flag != "--json"), input="Once upon a time")
+    alone = json.loads(said("--prompt", "Once upon a time", *flags).out)
     tokens = alone["tokens"]
     assert piped.returncode == 0 and piped.stdout.strip() == alone["text"].strip() != ""
     assert all(word in piped.stderr for word in ("standard input", "tokens per second", "seed"))
     assert all(len(line) <= 80 for line in piped.stderr.splitlines())
     (document := tmp_path / "text").write_text("Once upon a time")
     (empty := tmp_path / "empty").touch()
-    assert json.loads(said(*flags, stdin=document)[1])["tokens"] == tokens
-    assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=empty)[1])["tokens"] == tokens
+    assert json.loads(said(*flags, stdin=document).out)["tokens"] == tokens
+    assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=empty).out)["tokens"] == tokens
     for stdin in (os.devnull, empty):
-        status, _, errors = said("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
-        assert status == 2 and "the prompt is empty; try --prompt" in errors
+        shown = said("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin, status=2)
+        assert "the prompt is empty; try --prompt" in shown.err
 
 
-def test_the_demo_says_what_it_is(capsys):
+def test_the_demo_says_what_it_is(command):
     flags = ["--device", "cpu", "--prompt-len", "2000", "--max-new-tokens", "8", "--gamma", "3"]
-    assert cli.main(flags) == 0
-    shown = capsys.readouterr()
+    shown = command(*flags)
     assert "toy of 7.5 million" in shown.err and "drafts read 1,024 of these tokens" in shown.err
     assert "CPython's language reference" in " ".join(shown.err.split())
     assert "acceptance: of the tokens" in shown.err and "target forward: " in shown.err
     assert all(len(line) <= 80 for line in shown.err.splitlines())
-    assert cli.main([*flags, "--no-speculation"]) == 0
-    alone = capsys.readouterr().err  # names are explained where they stand in the table
+    alone = command(*flags, "--no-speculation").err  # names are explained where they stand in the table
     assert "target forward: " in alone and "acceptance: " not in alone and "retrieval rebuild: " not in alone
 
 
@@ -101,21 +92,22 @@ def test_commands_and_their_modules(capsys, monkeypatch):
         return end.value.code or 0, capsys.readouterr().out
 
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("COLUMNS", "80")
     for program in ("triforce", "generate.py"):
         assert said(program, "--version")[1].startswith("triforce 0.")
         for command in COMMANDS.keys() - {"eval"}:  # whose help is another program's
             status, text = said(program, command, "--help")
-            assert status == 0 and f"usage: triforce {command}" in text
+            assert status == 0 and f"usage: triforce {command}" in text and max(map(len, text.splitlines())) < 80
+            assert command not in ("plan", "check") or f"\n    triforce {command} " in text  # examples
     for command in ("download", "convert"):
         assert f"triforce {command}" in said(f"triforce.hf.{command}")[0]
 
 
-def test_eval_without_its_package(capsys, monkeypatch):
+def test_eval_without_its_package(command, monkeypatch):
     for name in ("lm_eval", "lm_eval.api.instance"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "triforce.evaluation", raising=False)
-    assert main(["eval", "--tasks", "x"]) == 2
-    assert "pip install 'triforce[eval]'" in capsys.readouterr().err
+    assert "pip install 'triforce[eval]'" in command("eval", "--tasks", "x", status=2).err
 
 
 @pytest.mark.parametrize("argv,text", [
@@ -150,12 +142,11 @@ def test_eval_without_its_package(capsys, monkeypatch):
     (["--prefix", "a" * 300], "a is not there"),
     *(([*flags, "-"], "name the document's file") for flags in (["--questions"], ["--interactive", "--prompt-file"])),
 ])
-def test_mistakes_are_told_in_one_line_before_a_model_is_loaded(argv, text, tmp_path, capsys, monkeypatch):
+def test_mistakes_are_told_in_one_line_before_a_model_is_loaded(argv, text, tmp_path, command, monkeypatch):
     monkeypatch.setattr(run, "load_engine", lambda *args: pytest.fail("loaded"))
     book = tmp_path / "book.txt"
     book.write_text("Call me Ishmael.")
-    assert cli.main([flag.format(book=book) for flag in argv]) == 2
-    shown = capsys.readouterr()
+    shown = command(*(flag.format(book=book) for flag in argv), status=2)
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
     assert book.read_text() == "Call me Ishmael."
 
@@ -165,9 +156,8 @@ def test_mistakes_are_told_in_one_line_before_a_model_is_loaded(argv, text, tmp_
     (["--gamma", "9"], "gamma (9)"), (["--max-new-tokens", "200000"], "positions (131072)"),
     (["--resident-memory", "24", "--offload", "auto"], "write '24GiB'"),
     (["--device", "cuda:99"], "use --device cpu"), (["--system", "Be brief."], "no chat template")])
-def test_what_only_a_model_can_refuse(argv, text, capsys):
-    assert cli.main(["--prompt", "a", "--device", "cpu", *argv]) == 2
-    shown = capsys.readouterr()
+def test_what_only_a_model_can_refuse(argv, text, command):
+    shown = command("--prompt", "a", "--device", "cpu", *argv, status=2)
     assert shown.out == "" and "Traceback" not in shown.err
     assert text in shown.err.splitlines()[-1] and shown.err.count("error: ") == 1
 
@@ -192,17 +182,15 @@ def test_help_is_one_screen_and_all_of_it_is_asked_for(capsys):
     assert all(f"--{name} " in short for name in COMMON) and "--tree-size" not in short
 
 
-def test_what_the_checkpoint_chooses_is_a_default_and_is_told(tmp_path, capsys):
+def test_what_the_checkpoint_chooses_is_a_default_and_is_told(tmp_path, command):
     """What the user says wins; at temperature 0 nothing is left to choose."""
     folder = tmp_path / "own"
     shutil.copytree(ROOT / "triforce" / "tiny" / "target", folder)
-    (folder / "generation_config.json").write_text(
-        '{"eos_token_id": 2, "temperature": 0.01, "top_k": 3}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.01, "top_k": 3}')
     told = []
     for flags in ([], ["--temperature", "0.01", "--top-k", "3"], ["--temperature", "5", "--min-p", "0"],
                   ["--temperature", "0"]):
-        assert cli.main(["--checkpoint", str(folder), *SMALL, "--json", "--seed", "5", *flags]) == 0
-        out, errors = capsys.readouterr()
+        out, errors = command("--checkpoint", str(folder), *SMALL, "--json", "--seed", "5", *flags)
         told.append((json.loads(out), errors))
     chosen, given, hot, greedy = (one["stats"]["defaults"] for one, _ in told)
     assert chosen == {"temperature": 0.01, "top_k": 3} and given == {} and hot == {"top_k": 3} and greedy == {}
@@ -220,9 +208,8 @@ def test_a_closed_pipe_is_no_error():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
-def test_messages_that_cannot_be_written_do_not_cost_the_answer(capsys):
-    assert cli.main([*SMALL, "--seed", "1"]) == 0
-    expected, full = capsys.readouterr().out, open("/dev/full", "w", buffering=1)
+def test_messages_that_cannot_be_written_do_not_cost_the_answer(command, capsys):
+    expected, full = command(*SMALL, "--seed", "1").out, open("/dev/full", "w", buffering=1)
     with contextlib.redirect_stderr(full):
         assert cli.main([*SMALL, "--seed", "1"]) == 0
         assert cli.main([*SMALL, "--checkpoint", "nowhere"]) == 2
@@ -248,7 +235,7 @@ def test_ctrl_c_ends_cleanly():
 @pytest.mark.parametrize("pieces", [0, 3])
 @pytest.mark.parametrize("flags", [["--json", "--compare"], ["--num-samples", "1"], ["--num-samples", "1", "--json"]],
                          ids=str)
-def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces, flags):
+def test_ctrl_c_leaves_what_was_said(command, capsys, monkeypatch, pieces, flags):
     """As text that comes piece by piece, or as an object that says so. Nothing where no text had begun."""
     whole, following, shown = Stream.__next__, itertools.count(), []
 
@@ -259,8 +246,7 @@ def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces, flags):
         return whole(stream)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
-    assert cli.main([*SMALL, "--ignore-eos", "--max-new-tokens", "400", *flags]) == 130
-    rest, errors = capsys.readouterr()
+    rest, errors = command(*SMALL, "--ignore-eos", "--max-new-tokens", "400", *flags, status=130)
     assert errors.endswith("interrupted\n") and "comparing" not in errors
     assert bool("".join([*shown, rest]).strip()) == bool(pieces)
     if "--json" not in flags:
@@ -272,7 +258,7 @@ def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces, flags):
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_the_demonstration(differs, monkeypatch, capsys):
+def test_the_demonstration(differs, monkeypatch, command):
     """Without flags: all questions are answered in three ways, with the whole time of each."""
     asked, generate = [], Engine.generate
 
@@ -288,9 +274,8 @@ def test_the_demonstration(differs, monkeypatch, capsys):
     for name, value in small.items():
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(Engine, "generate", counted)
-    assert cli.main([]) == int(differs)
+    out, errors = command(status=int(differs))
     assert asked == [(2, True, 6), (2, False, 6), (1, False, 6), (1, False, 6), (1, True, 5), (1, False, 5)]
-    out, errors = capsys.readouterr()
     rows = dict(re.findall(r"(?m)^(\S.*?)  +(\d.*)$", errors))
     ways = ["one after the other, without drafts", "side by side, without drafts", "side by side, with drafts"]
     for whole, answers in (re.findall(r"[\d.]+", rows[way]) for way in ways):
@@ -300,23 +285,20 @@ def test_the_demonstration(differs, monkeypatch, capsys):
     assert all(len(line) <= 80 for line in (out + errors).splitlines())
 
 
-def test_a_file_of_prompts(tmp_path, capsys):
+def test_a_file_of_prompts(tmp_path, command):
     """Answers in order, batch by batch, each what the prompt gets alone."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('"It was the best of times"\n\n{"prompt": "Call me"}\n"The"\n')
     flags = ["--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "8", "--temperature", "0", "--gamma", "4"]
-    assert cli.main(flags) == 0
-    out, errors = capsys.readouterr()
+    out, errors = command(*flags)
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer["index"] for answer in answers] == [0, 1, 2]
     assert "2 of 3 after" in errors and "3 of 3 after" in errors and errors.startswith("loading tiny ...\n")
-    assert cli.main(["--prompt", "Call me", *flags[4:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == answers[1]["tokens"]
+    assert json.loads(command("--prompt", "Call me", *flags[4:], "--json").out)["tokens"] == answers[1]["tokens"]
     file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end
-    assert cli.main(flags) == 0
-    assert [json.loads(line)["stats"]["new_tokens"] for line in capsys.readouterr().out.splitlines()] == [8]
+    assert [json.loads(line)["stats"]["new_tokens"] for line in command(*flags).out.splitlines()] == [8]
     file.write_bytes(b'{"prompt": "caf\xe9"}\n')
-    assert cli.main(flags) == 0 and "not UTF-8: 1 char" in capsys.readouterr().err
+    assert "not UTF-8: 1 char" in command(*flags).err
 
 
 @pytest.mark.parametrize("text,words", [
@@ -328,17 +310,15 @@ def test_a_file_of_prompts(tmp_path, capsys):
     ('{"prompt": "a",\n "seed": 1}', "is one dict of JSON"),
     ('{"prompt": "a", "sed": 1}', "has the field 'sed', and there are prompt, messages, question, seed")],
     ids=lambda text: text[:20])
-def test_what_is_no_prompt_is_named_by_its_line(text, words, tmp_path, capsys):
+def test_what_is_no_prompt_is_named_by_its_line(text, words, tmp_path, command):
     (file := tmp_path / "prompts.jsonl").write_text(text)
-    assert cli.main(["--prompts", str(file), "--device", "cpu"]) == 2
-    out, errors = capsys.readouterr()
+    out, errors = command("--prompts", str(file), "--device", "cpu", status=2)
     assert words in errors and not out
 
 
-def test_an_error_fits_a_terminal(capsys, monkeypatch):
+def test_an_error_fits_a_terminal(command, monkeypatch):
     flags = ["--prompt", "x", "--checkpoint", "owner/name"]
-    assert cli.main(flags) == 2 and len(whole := capsys.readouterr().err) > 81
+    whole = command(*flags, status=2).err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert cli.main(flags) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) > 1 and max(map(len, told)) < 80 and " ".join(told) == whole.strip()
+    told = command(*flags, status=2).err.splitlines()
+    assert len(whole) > 81 and len(told) > 1 and max(map(len, told)) < 80 and " ".join(told) == whole.strip()

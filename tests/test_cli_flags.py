@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import SIZES, make_engine, random_prompt
 
 from triforce import cli
 from triforce.cli import request, run
@@ -75,15 +75,13 @@ def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):
 
 
 def test_how_to_generate(engine):
-    flags = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-p", "0.8", "--top-k", "5", "--min-p", "0.1",
-             "--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-ids", "5", "7", "--ignore-eos",
-             "--logit-bias", "5=-inf", "--logit_bias=7=1.5", "--logit-bias", "9=-2",
-             "--no-speculation"]
-    assert cli.main(["--prompt", TEXT, *flags]) == 0
+    flags = ("--max-new-tokens 9 --temperature 0.5 --top-p 0.8 --top-k 5 --min-p 0.1 --seed 3 --no-speculation "
+             "--stop a --stop b --stop-token-ids 5 7 --ignore-eos --logit-bias 5=-inf --logit_bias=7=1.5")
+    assert cli.main(["--prompt", TEXT, *flags.split()]) == 0
     options = engine.asked[0][1]
     options.pop("on_prefill")
     assert options == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 3,
-                       "logit_bias": {5: float("-inf"), 7: 1.5, 9: -2.0},
+                       "logit_bias": {5: float("-inf"), 7: 1.5},
                        "stop": ["a", "b"], "stop_token_ids": [5, 7], "ignore_eos": True, "speculate": False,
                        "logprobs": None}
     assert cli.main(["--prompt", TEXT]) == 0
@@ -92,20 +90,20 @@ def test_how_to_generate(engine):
     assert "seed" not in options
 
 
-def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, capsys):
+def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, command):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(f"{i} {TEXT}") for i in range(5)))
     flags = ["--batch-size", "2", "--seed", "10", "--stop", "x", "--no-speculation"]
-    assert cli.main(["--prompts", str(file), *flags]) == 0
+    lines = command("--prompts", str(file), *flags).out.splitlines()
     assert [options["seed"] for _, options in engine.asked] == [[10, 11], [10, 11], [12, 13], [12, 13], [14]]
     assert [options["batch"] for _, options in engine.asked] == [2, 2, 2, 2, 1]
     assert all(options["stop"] == ["x"] and not options["speculate"] for _, options in engine.asked)
     assert [ids for ids, _ in engine.asked] == [engine.tokenizer.encode(f"{i} {TEXT}") for i in range(5)]
-    assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == list(range(5))
+    assert [json.loads(line)["index"] for line in lines] == list(range(5))
 
 
 @pytest.mark.parametrize("coupled, differs", [(False, False), (True, False), (True, True)])
-def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
+def test_the_comparison(engine, command, monkeypatch, coupled, differs):
     """Of times, by the same seed and law; then greedy tokens, and where levels share their draws, drawn ones."""
     monkeypatch.setattr(engine, "settings", SimpleNamespace(coupled=coupled))
     answer = engine.answer
@@ -118,8 +116,7 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
         return result
 
     monkeypatch.setattr(engine, "answer", changed)
-    assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == int(differs)
-    shown = capsys.readouterr()
+    shown = command("--prompt", TEXT, "--compare", "--json", "--top-k", "5", status=int(differs))
     report = json.loads(shown.out)["compare"]
     assert report["speedup"] == pytest.approx(2) and report["greedy_first_difference"] is None
     assert "2.00x" in shown.err and "greedy check, 1 tokens, speculation on and off: identical" in shown.err
@@ -144,7 +141,7 @@ def test_the_speeds_of_a_comparison():
 
 
 def test_too_few_tokens_to_compare(pair):
-    engine, args = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64), cli.parse(["--max-new-tokens", "1"])
+    engine, args = make_engine(*pair, **SIZES), cli.parse(["--max-new-tokens", "1"])
     stats = engine.generate(random_prompt(60), 1, temperature=0.0).stats
     lines, report = run.compare(engine, random_prompt(60), args, {"temperature": 0.0}, stats)
     assert "too few" in lines[0] and "speedup" not in report and report["greedy_first_difference"] is None

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import refused
 from families import build, config_json, save
 from safetensors import safe_open
 
@@ -47,17 +48,16 @@ def test_same_tensors(tmp_path, family, kind, shards):
     assert len(list(out.glob("model*.safetensors"))) == shards
     pairs = zip(load_model(out).parameters(), load_model(source, dtype="bf16").parameters(), strict=True)
     assert all(torch.equal(loaded, original) for loaded, original in pairs)
-    with pytest.raises(UserError, match="holds safetensors already"):
-        convert(source, out)
+    refused("holds safetensors already", convert, source, out)
 
 
-def test_the_command_converts_in_place(tmp_path, capsys):
+def test_the_command_converts_in_place(tmp_path, command):
     source = save(build("llama-68m"), config_json("llama-68m"), tmp_path / "a model", "bin", 2)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
-    command = ["convert", "--checkpoint_dir", str(source)]
-    assert main(command) == 0 and "triforce --checkpoint" in capsys.readouterr().out
+    convert_it = ["convert", "--checkpoint_dir", str(source)]
+    assert "triforce --checkpoint" in command(*convert_it).out
     assert {name: (source / name).read_bytes() for name in before} == before
-    assert main(command) == 2 and "choose another --out-dir" in capsys.readouterr().err
+    assert "choose another --out-dir" in command(*convert_it, status=2).err
 
 
 def test_shared_and_cut_tensors(tmp_path):
@@ -89,20 +89,16 @@ def test_faults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="'int3' is unknown"):
-        convert(tmp_path, dtype="int3")
-    with pytest.raises(UserError, match="cannot write to"):
-        convert(tmp_path, tmp_path / "file")
+    refused("'int3' is unknown", convert, tmp_path, dtype="int3")
+    refused("cannot write to", convert, tmp_path, tmp_path / "file")
     (tmp_path / "pytorch_model.bin").write_text("broken")
-    with pytest.raises(UserError, match="pytorch_model.bin"):
-        convert(tmp_path)
+    refused("pytorch_model.bin", convert, tmp_path)
 
 
 @pytest.mark.parametrize("shards, last", [(1, "model.safetensors"), (2, "model.safetensors.index.json")])
-def test_what_makes_a_folder_loadable_comes_last(tmp_path, monkeypatch, shards, last):
+def test_what_makes_a_folder_loadable_comes_last(tmp_path, watched, shards, last):
     source = save(build("llama-68m"), config_json("llama-68m"), tmp_path / "source", "bin", shards)
-    moved, replace = [], module.os.replace
-    monkeypatch.setattr(module.os, "replace", lambda path, target: (moved.append(target.name), replace(path, target)))
+    moved = watched(module.os, "replace", lambda path, target: target.name)
     convert(source, dtype="float16")
     assert moved[-1] == last and "config.json" in moved and len(moved) == (2 if shards == 1 else 4)
 

@@ -16,14 +16,13 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, fp8
+from triforce import UserError, attention, fp8
 from triforce.cache.offload import Offload
 from triforce.cache.prefix import STRIDE
 from triforce.cli.request import default_document
 from triforce.decode import gumbel, sampling
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.decode.verifier import Outbox
-from triforce.errors import UserError
 from triforce.fp8 import fp8_copy
 from triforce.model import ModelConfig, Transformer
 from triforce.runtime.graphs import OPTIONS, Compiler
@@ -54,12 +53,6 @@ def random_models():
     return random_models_in(torch.bfloat16)
 
 
-def tiny_models(dtype):
-    engine = triforce.load("tiny", device="cuda", dtype=dtype)
-    ids = engine.encode_prompt(default_document())[:CONTEXT]
-    return (engine.target, engine.draft), ids, engine.vocab_size
-
-
 def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamma=6, gamma_inner=2, compile=None,
                fp8=False, max_seq_len=24_576, **kw):
     target, draft = models
@@ -75,7 +68,22 @@ def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
 
 
 WINDOWS = {"sliding_layers": (0, 2), "sliding_window": 1000, "sliding_theta": 1e3, "qk_norm": True, "post_norm": True,
-           "shifted_norms": True, "activation": "gelu", "embedding_scale": 16.0}
+           "shifted_norms": True, "activation": "gelu", "embedding_scale": 16.0}  # as of Gemma 3
+# As of gpt-oss; in bf16 by grouped products.
+EXPERTS = {"num_experts": 64, "active_experts": 4, "weighs_anew": True, "mlp_bias": True, "activation": "clamped",
+           "sinks": True}
+
+
+def models_of(which, dtype):
+    """(target and draft, a text, the size of its vocabulary, `compile`: of the embedded pair's steps alone)."""
+    if which == "tiny":
+        engine = triforce.load("tiny", device="cuda", dtype=dtype)
+        ids = engine.encode_prompt(default_document())[:CONTEXT]
+        return (engine.target, engine.draft), ids, engine.vocab_size, True
+    models = random_models_in(dtype, **{"random": {}, "experts": EXPERTS, "windows": WINDOWS}[which])
+    return models, random_prompt(CONTEXT, vocab_size=VOCAB), VOCAB, None
+
+
 # levels, budget, gamma, gamma_inner, and what else differs
 VARIANTS = [("triforce", 512, 6, 2, {}), ("triforce", 1024, 7, 1, {}), ("retrieval", 512, 3, 2, {}),
             ("draft", 512, 5, 2, {}), ("triforce", 512, 6, 2, {"fp8": True}),
@@ -94,19 +102,9 @@ MORE = [("triforce", 512, 6, 2, {"draft_cache": "query"}), ("retrieval", 512, 4,
 def test_greedy_bits(which, dtype, eager_to_draft):
     """512 tokens at 16K: tokens and logits hashes, every hierarchy against no drafter and against speculate=False; of
     steps as they are, and of compiled ones."""
-    if which == "random":
-        models, vocab_size = random_models_in(dtype), VOCAB
-        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), VARIANTS + MORE, None
-    elif which == "experts":  # as of gpt-oss; in bf16 by grouped products
-        models, vocab_size = random_models_in(dtype, num_experts=64, active_experts=4, weighs_anew=True, mlp_bias=True,
-                                              activation="clamped", sinks=True), VOCAB
-        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), [*VARIANTS[:2], VARIANTS[-1]], None
-    elif which == "windows":  # as of Gemma 3
-        models, vocab_size = random_models_in(dtype, **WINDOWS), VOCAB
-        ids, variants, compile = random_prompt(CONTEXT, vocab_size=VOCAB), [*VARIANTS[:2], VARIANTS[-1], MORE[0]], None
-    else:
-        models, ids, vocab_size = tiny_models(dtype)
-        variants, compile = COMPILED, True
+    models, ids, vocab_size, compile = models_of(which, dtype)
+    variants = {"random": VARIANTS + MORE, "tiny": COMPILED, "experts": [*VARIANTS[:2], VARIANTS[-1]],
+                "windows": [*VARIANTS[:2], VARIANTS[-1], MORE[0]]}[which]
     state = prepare(engine_for(models, levels="none", keep_logits=True, compile=compile), ids, vocab_size)
     plain, before = bits(state, NEW)[:2], num_compiled()
     for variant in variants:
@@ -142,12 +140,8 @@ def test_greedy_bits(which, dtype, eager_to_draft):
 def test_a_seed_says_the_same(which, dtype, eager_to_draft):
     """Coupled draws at temperature 1: tokens and logits of every hierarchy are those of no drafter, and of
     speculate=False; of steps as they are, and of compiled ones."""
-    if which == "random":
-        models, vocab_size, ids = random_models_in(dtype), VOCAB, random_prompt(CONTEXT, vocab_size=VOCAB)
-        variants, compile = VARIANTS + MORE, None
-    else:
-        models, ids, vocab_size = tiny_models(dtype)
-        variants, compile = COMPILED, True
+    models, ids, vocab_size, compile = models_of(which, dtype)
+    variants = VARIANTS + MORE if which == "random" else COMPILED
     common = {"keep_logits": True, "compile": compile, "sampling": "coupled", "leaves": 1, "leaves_inner": 2}
     state = prepare(engine_for(models, levels="none", **common), ids, vocab_size, temperature=1.0)
     plain = bits(state, 300)[:2]
@@ -173,11 +167,7 @@ def test_a_seed_says_the_same(which, dtype, eager_to_draft):
                                        ("tiny", {})], ids=["written", "offloaded", "compiled"])
 def test_a_seed_says_the_same_on_trees(which, how, dtype):
     """The tokens and logits of speculate=False in the same step, where branches are kept."""
-    if which == "random":
-        models, vocab_size, ids = random_models_in(dtype), VOCAB, random_prompt(CONTEXT, vocab_size=VOCAB)
-    else:
-        models, ids, vocab_size = tiny_models(dtype)
-    compile = True if which == "tiny" else None
+    models, ids, vocab_size, compile = models_of(which, dtype)
     engine = engine_for(models, gamma=10, keep_logits=True, compile=compile, sampling="coupled", block_size=24,
                         tree_size=512 if "offload" in how else 128, **how)  # so many rows take another kernel
     state = prepare(engine, ids, vocab_size, temperature=1.0)
@@ -580,8 +570,6 @@ def test_a_prefill_of_many_chunks_has_the_same_bits_compiled_or_not(random_model
 
 
 def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
-    import triforce
-
     engine = triforce.load("tiny", device="cuda", offload=True, max_seq_len=24_576)
     ids = engine.encode_prompt(default_document())[:CONTEXT]
 

@@ -7,19 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
+from conftest import SIZES, VOCAB, make_engine, random_pair, random_prompt, refused, slow
 from families import edit
 
 import triforce
-from triforce.errors import UserError
 from triforce.hf.folders import TINY
 
 TEXT = "The old man looked at the sea and said nothing. " * 40
-SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
-
-
-def ids_of(engine, text=TEXT):
-    return engine.tokenizer.encode(text)
 
 
 def test_result_and_statistics(tiny_engine):
@@ -27,7 +21,7 @@ def test_result_and_statistics(tiny_engine):
     assert len(out.tokens) == 40 and out.finish_reason == "length"
     assert out.text == tiny_engine.tokenizer.decode(out.tokens, continues=True)
     stats = out.stats
-    assert stats.prompt_len == len(ids_of(tiny_engine)) and stats.new_tokens == 40 and stats.seed == 3
+    assert stats.prompt_len == len(tiny_engine.tokenizer.encode(TEXT)) and stats.new_tokens == 40 and stats.seed == 3
     assert 0 < stats.ttft and 0 < stats.tbt and math.isclose(stats.tokens_per_second, 1 / stats.tbt)
     assert set(stats.acceptance_rate) == {"retrieval", "full"}
     assert all(0 <= rate <= 1 for rate in stats.acceptance_rate.values())
@@ -46,26 +40,6 @@ def test_seeds(tiny_engine):
     assert len({tiny_engine.generate(TEXT, 1).stats.seed for _ in range(3)}) == 3
     for seed in (torch.tensor([5]), [torch.tensor(5)], torch.tensor(5), 5.0):  # and NumPy's
         assert tiny_engine.generate(TEXT, 16, seed=seed, ignore_eos=True).tokens == first
-
-
-def test_exactly_max_new_tokens_at_every_length(tiny_engine):
-    whole = tiny_engine.generate(TEXT, 15, temperature=0.0, ignore_eos=True).tokens  # at least two blocks
-    for count in range(1, 15):
-        assert tiny_engine.generate(TEXT, count, temperature=0.0, ignore_eos=True).tokens == whole[:count]
-
-
-def test_stop_strings_across_token_and_block_borders(tiny_engine):
-    greedy = {"temperature": 0.0, "ignore_eos": True}
-    whole = tiny_engine.generate(TEXT, 24, **greedy)
-    for start in range(0, len(whole.text) - 6, 9):
-        stop = whole.text[start : start + 6]
-        out = tiny_engine.generate(TEXT, 24, stop=[stop, "\x00never"], **greedy)
-        assert out.text == whole.text[: whole.text.index(stop)] and out.finish_reason == "stop"
-        assert out.tokens == whole.tokens[: len(out.tokens)]
-        shown = [tiny_engine.tokenizer.decode(ids, continues=True) for ids in (out.tokens, out.tokens[:-1])]
-        assert stop in shown[0] and stop not in shown[1]
-        pieces = list(tiny_engine.stream(TEXT, 24, stop=stop, **greedy))
-        assert "".join(pieces) == out.text  # nothing of a stop string is shown and then taken back
 
 
 def test_stream_equals_generate_and_can_be_closed(tiny_engine):
@@ -91,21 +65,6 @@ def test_a_second_generation_in_the_midst_of_a_prefill_ends_the_first(tiny_engin
     assert tiny_engine.generate(TEXT, 8, seed=2).tokens == out.tokens
 
 
-def test_bias_of_a_generation(tiny_engine):
-    """It forbids, it forces, it is forgotten; with and without speculation the greedy text is the same."""
-    free = tiny_engine.generate(TEXT, 30, temperature=0.0, ignore_eos=True)
-    how = {"ignore_eos": True, "logit_bias": {token: float("-inf") for token in set(free.tokens)}}
-    greedy, off = (tiny_engine.generate(TEXT, 30, temperature=0.0, speculate=speculate, **how)
-                   for speculate in (True, False))
-    drawn = tiny_engine.generate(TEXT, 30, temperature=1.0, top_p=1.0, seed=1, **how)
-    assert not {*greedy.tokens, *drawn.tokens} & set(free.tokens)
-    assert greedy.tokens == off.tokens and len(set(greedy.levels)) > 1
-    several = tiny_engine.generate(["One", TEXT, "Two"], 9, seed=0, logit_bias=[{1: 1e6}, None, {np.int64(77): 1e6}])
-    assert several[0].tokens == [1] * 9 and several[2].tokens == [77] * 9
-    assert several[1].tokens == tiny_engine.generate(TEXT, 9, seed=1).tokens
-    assert tiny_engine.generate(TEXT, 30, temperature=0.0, ignore_eos=True).tokens == free.tokens
-
-
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_ids_that_end_a_text(tiny_engine, ignore_eos):
     """As an eos does, of which there may be one too: the token is told, and is no text."""
@@ -120,7 +79,7 @@ def test_ids_that_end_a_text(tiny_engine, ignore_eos):
 
 
 def test_forms_of_a_prompt(tiny_engine):
-    ids = ids_of(tiny_engine)
+    ids = tiny_engine.tokenizer.encode(TEXT)
     by_text = tiny_engine.generate(TEXT, 8, seed=0)
     assert tiny_engine.generate(ids, 8, seed=0).tokens == by_text.tokens
     assert tiny_engine.generate(torch.tensor(ids), 8, seed=0).tokens == by_text.tokens
@@ -132,6 +91,11 @@ def test_forms_of_a_prompt(tiny_engine):
     assert several[1].tokens == tiny_engine.generate("One", 8, seed=1).tokens  # row i uses seed + i
     one = tiny_engine.generate([ids[0]], 8, temperature=0.0)
     assert one.stats.prompt_len == 1 and len(one.tokens) == 8
+    rows = np.array([ids[:20], ids[20:40]])  # arrays are batches or prompts by their shape
+    expected = [tiny_engine.generate(row.tolist(), 5, temperature=0.0).tokens for row in rows]
+    for batch in (rows, torch.from_numpy(rows), list(rows)):
+        assert [out.tokens for out in tiny_engine.generate(batch, 5, temperature=0.0)] == expected
+    assert tiny_engine.generate(rows[0], 5, temperature=0.0).tokens == expected[0]
 
 
 def test_batch_of_ragged_prompts(pair):
@@ -154,15 +118,6 @@ def test_statistics_of_a_batch_are_each_rows_own(pair):
     assert engine.generate(random_prompt(90), 1).stats.block_efficiency == 1
 
 
-def test_arrays_are_batches_or_prompts_by_their_shape(pair):
-    engine = make_engine(*pair, **SIZES)
-    rows = np.array([random_prompt(20), random_prompt(20, seed=1)])
-    expected = [engine.generate(row.tolist(), 5, temperature=0.0).tokens for row in rows]
-    for batch in (rows, torch.from_numpy(rows), list(rows)):
-        assert [out.tokens for out in engine.generate(batch, 5, temperature=0.0)] == expected
-    assert engine.generate(rows[0], 5, temperature=0.0).tokens == expected[0]
-
-
 @pytest.mark.parametrize("pieces", [3, 1000])
 def test_a_stream_that_has_ended_holds_no_buffers(tiny_engine, pieces, states):
     """Neither one that was closed nor one that came to its end, although both still tell their results."""
@@ -175,30 +130,27 @@ def test_a_stream_that_has_ended_holds_no_buffers(tiny_engine, pieces, states):
     assert states[0]() is None and stream.result.text.startswith("".join(said))
 
 
-def test_logits_after_a_document_are_those_of_the_whole_text(pair, monkeypatch):
+def test_logits_after_a_document_are_those_of_the_whole_text(pair, watched):
     """Which is not computed again."""
     engine, text = make_engine(*pair, **SIZES), random_prompt(90)
-    document, whole, computed, prefill = engine.prefill(text[:70]), engine.logits([text]), [], engine.target.prefill
-    another = engine.prefill(random_prompt(70, seed=3))
-    monkeypatch.setattr(engine.target, "prefill", lambda tokens, *more: computed.append(tokens.shape[1]) or prefill(
-        tokens, *more))
+    document, another = engine.prefill(text[:70]), engine.prefill(random_prompt(70, seed=3))
+    whole, computed = engine.logits([text]), watched(engine.target, "prefill", lambda tokens, *more: tokens.shape[1])
     some = engine.logits([text], last=10, prefix=document)
     torch.testing.assert_close(some, whole[:, -10:], atol=1e-4, rtol=1e-4)
     assert computed == [90 - document.num_shared] and document.num_shared >= 64
     for wrong in ({"last": 90}, {"last": 5, "prefix": another}):
-        with pytest.raises(triforce.UserError, match="begin with the prefix's"):
-            engine.logits([text], **{"prefix": document, **wrong})
+        refused("begin with the prefix's", engine.logits, [text], **{"prefix": document, **wrong})
 
 
-def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pair, monkeypatch):
+def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pair, watched):
     """Those alone go through the output layer: all of them for a long text may not fit."""
     engine, prompt = make_engine(*pair, **SIZES, prefill_chunk_size=32), random_prompt(90)
     tokens = engine.generate(prompt, 30, temperature=0.0).tokens
     assert engine.logits([prompt + tokens])[0, 89:-1].argmax(-1).tolist() == tokens
-    rows, seen, output = [prompt, random_prompt(90, seed=1)], [], engine.target.output.forward
+    rows = [prompt, random_prompt(90, seed=1)]
     whole = engine.logits(rows)
     assert whole.shape == (2, 90, VOCAB)
-    monkeypatch.setattr(engine.target.output, "forward", lambda hidden: seen.append(hidden.shape) or output(hidden))
+    seen = watched(engine.target.output, "forward", lambda hidden: hidden.shape)
     for last in (1, 7, 90, np.int64(5)):
         some = engine.logits(rows, last=last)
         assert some.shape == (2, last, VOCAB) and some.dtype == torch.float32
@@ -207,37 +159,10 @@ def test_logits_equal_the_rounds_and_those_of_the_last_positions_are_the_same(pa
         seen.clear()
     for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) .* at most 90"),
                        (1.5, "whole number")):
-        with pytest.raises(triforce.UserError, match=text):
-            engine.logits(rows, last=last)
+        refused(text, engine.logits, rows, last=last)
 
 
-@pytest.mark.parametrize("call,text", [
-    (lambda e: e.generate([]), "prompt is empty"),
-    (lambda e: e.generate([4096000]), "outside the vocabulary of"),
-    (lambda e: e.generate("a", 0), "max_new_tokens (0) must be a whole number, at least 1"),
-    (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 or ask for at most 96 new ones"),
-    (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
-    (lambda e: e.generate("a", temprature=1), "temprature is not a known option of generate; did you mean "
-     "temperature?"),
-    (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
-    (lambda e: e.generate("a", 5, temperature="0.5"), "temperature ('0.5')"),
-    (lambda e: e.generate("a", 5, stop_token_ids=[2, 4096]), "stop_token_ids: token id 4096 is outside the vocabulary "
-     "of 4096; ids go from 0 to 4095"),
-    (lambda e: e.generate("a", 5, stop_token_ids=2.0), "stop_token_ids (2.0) must be whole numbers"),
-    (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
-    (lambda e: e.stream(["a", "b"], [3]), "max_new_tokens has 1 values for 2 prompts"),
-    (lambda e: e.logits([[5]], last=1, prefix="a"), "prefix must be what this engine's `prefill`"),
-    (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
-    (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
-    (lambda e: e.logits([5, 6, 7]), "put the ids of one text into a list of their own: [[5, 6, 7]]"),
-    (lambda e: e.generate(["a", ""], num_samples=2), "prompt 1: the prompt is empty")])
-def test_mistakes_in_a_call(tiny_engine, call, text):
-    with pytest.raises(triforce.UserError) as error:
-        call(tiny_engine)
-    assert text in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("options,text", [
+LOADING = [  # (options of `load`, what is said of them)
     ({"gamma": 8}, "gamma (8) must be between 1 and block_size - 1 (7)"),
     ({"gamma": 0}, "gamma (0) must be a whole number, at least 1, or 'auto'"),
     ({"buget": 4096}, "buget is not a known setting; did you mean budget?"),
@@ -253,6 +178,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"recent": 1.0}, "recent (1.0) must be a share"),
     ({"draft_cache": "full"}, "draft_cache ('full') must be one of retrieval, query"),
     ({"draft_cache": "snapkv", "retrieval": False}, "is for a retrieval level, which retrieval=False"),
+    ({"draft_cache": "snapkv", "offload": True}, "'snapkv' chooses from a cache on the device"),
     ({"sampling": "gumbel"}, "sampling ('gumbel') must be 'rejection' or 'coupled'"),
     ({"leaves": 1}, "need sampling 'coupled', and it is 'rejection'"),
     ({"sampling": "coupled", "leaves_inner": 300}, "rows, and 512 are the most"),
@@ -262,19 +188,40 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
     ({"offload": True, "resident_memory": "9" * 400}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1"),
     ({"gamma": True}, "gamma (True) must be a whole number"), ({"draft_sink": False}, "draft_sink (False) must"),
-    ({"gamma_inner": 8, "block_size": 8}, "gamma_inner (8) must be between 1 and block_size - 1 (7)")])
-def test_mistakes_in_loading(options, text):
-    with pytest.raises(triforce.UserError) as error:
-        triforce.load("tiny", **{"device": "cpu", **options})
-    assert text in str(error.value) and "\n" not in str(error.value)
+    ({"gamma_inner": 8, "block_size": 8}, "gamma_inner (8) must be between 1 and block_size - 1 (7)")]
 
 
-def test_rows_of_a_block_come_in_fours():
-    """Or their bits would depend on their place: see test_rows.py."""
-    for asked, got in ((1, 1), (2, 4), (8, 8), (9, 12)):
-        engine = triforce.load("tiny", device="cpu", block_size=asked, **({"gamma": 1} if asked > 1 else
-                                                                          {"draft": False, "retrieval": False}))
-        assert engine.settings.block_size == got
+@pytest.mark.parametrize("call,text", [
+    *((lambda e, options=options: triforce.load("tiny", **{"device": "cpu", **options}), text)
+      for options, text in LOADING),
+    (lambda e: e.generate([]), "prompt is empty"),
+    (lambda e: e.generate([4096000]), "outside the vocabulary of"),
+    (lambda e: e.generate("a", 0), "max_new_tokens (0) must be a whole number, at least 1"),
+    (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 or ask for at most 96 new ones"),
+    (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
+    (lambda e: e.generate("a", temprature=1), "temprature is not a known option of generate; did you mean "
+     "temperature?"),
+    (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
+    (lambda e: e.generate("a", 5, temperature="0.5"), "temperature ('0.5')"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[2, 4096]), "stop_token_ids: token id 4096 is outside the vocabulary "
+     "of 4096; ids go from 0 to 4095"),
+    (lambda e: e.generate("a", 5, stop_token_ids=2.0), "stop_token_ids (2.0) must be whole numbers"),
+    (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
+    (lambda e: e.generate("a", 5, keep="middle"), "keep ('middle') must be one of start, end, both"),
+    (lambda e: e.generate("a", 5000, keep="end"), "exceed max_seq_len (4096)"),
+    (lambda e: e.generate("a", 5, logprobs=-1), "logprobs (-1) must be a whole number, at least 0; try 5"),
+    (lambda e: e.generate("a", 5, logprobs=True), "logprobs (True)"),
+    (lambda e: e.generate("a", 5, logprobs=4097), "logprobs (4097) must be at most 4096, the size of the vocabulary"),
+    *((lambda e, n=n: e.generate(["Once"] * n, 4, num_samples=10**8 // n), "100,000,000 answers are more than the "
+       "65,536 of one call; ask for fewer at a") for n in (1, 2)),  # at once, and in little memory
+    (lambda e: e.stream(["a", "b"], [3]), "max_new_tokens has 1 values for 2 prompts"),
+    (lambda e: e.logits([[5]], last=1, prefix="a"), "prefix must be what this engine's `prefill`"),
+    (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
+    (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
+    (lambda e: e.logits([5, 6, 7]), "put the ids of one text into a list of their own: [[5, 6, 7]]"),
+    (lambda e: e.generate(["a", ""], num_samples=2), "prompt 1: the prompt is empty")])
+def test_mistakes(tiny_engine, call, text):
+    assert text in refused("", call, tiny_engine)
 
 
 def copy_of_tiny(folder, part="target", **config):
@@ -305,8 +252,7 @@ def test_max_seq_len_decides_between_the_factors_of_longrope(tmp_path):
     path = tmp_path / "book.prefix"
     short.prefill(TEXT[:400]).save(path)
     assert short.open(path).num_shared > 0
-    with pytest.raises(triforce.UserError, match="another model"):
-        long.open(path)
+    refused("another model", long.open, path)
 
 
 def test_a_padded_draft_is_no_other_tokenizer(tmp_path):
@@ -331,7 +277,9 @@ def test_settings_may_be_of_numpy():
                            max_seq_len=np.int64(2048), flush_interval=np.int64(64), budget=np.float64(0.5))
     assert engine.placement.num_resident_layers == 2 and engine.settings.flush_interval == 64
     assert all(type(value) is int for value in (engine.placement.max_seq_len, engine.settings.gamma))
-    assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
+    free = engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens
+    assert engine.generate(TEXT, 8, logit_bias={np.int64(77): 1e6}).tokens == [77] * 8
+    assert engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens == free and len(free) == 8  # forgotten
 
 
 @pytest.mark.parametrize("options", [
@@ -379,5 +327,4 @@ def test_threads_that_share_an_engine_wait_for_each_other():
         stream = engine.stream(prompts[0], 24, **law)
         next(stream)
         assert threads.submit(call, 1).result() == expected[1]
-    with pytest.raises(UserError, match="another generation has begun"):
-        list(stream)
+    refused("another generation has begun", list, stream)

@@ -60,17 +60,12 @@ def numbers(resps) -> list[float]:
             if isinstance(x, float)]
 
 
-def test_equals_the_harness_own_model(tasks, monkeypatch):
+def test_equals_the_harness_own_model(tasks, watched):
     """Log-likelihoods to 1e-3, greedy answers to the letter, with speculation and without; long requests that begin
     alike share it."""
     theirs = evaluate(HFLM(pretrained=str(TINY / "target"), device="cpu", dtype="float32", batch_size=1), tasks)
-    held, logits = [], triforce.Engine.logits
-
-    def watched(engine, ids, last=None, prefix=None):
-        held.append(0 if prefix is None else prefix.num_shared)
-        return logits(engine, ids, last=last, prefix=prefix)
-
-    monkeypatch.setattr(triforce.Engine, "logits", watched)
+    held = watched(triforce.Engine, "logits", lambda engine, ids, last=None, prefix=None:
+                   0 if prefix is None else prefix.num_shared)
     for speculate in (True, False):
         model = TriforceLM("tiny", device="cpu", dtype="float32", batch_size="3", speculate=speculate)
         ours = evaluate(model, tasks)

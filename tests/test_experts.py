@@ -63,7 +63,7 @@ def by_definition(experts: Experts, x: torch.Tensor) -> torch.Tensor:
 def test_every_way_is_the_definition(models, monkeypatch, how, weighs_anew):
     experts, went = models[0].layers[0].mlp, []
     monkeypatch.setattr(experts, "weighs_anew", weighs_anew)
-    monkeypatch.setattr(triforce.experts, "has_grouped_product", lambda *_: how == "grouped")
+    monkeypatch.setattr(experts, "is_grouped", how == "grouped")
     monkeypatch.setattr(F, "grouped_mm", lambda *a, real=F.grouped_mm, **more: went.append(2) or real(*a, **more))
     monkeypatch.setattr(Experts, "_one_by_one", lambda *a, real=Experts._one_by_one: went.append(1) or real(*a))
     monkeypatch.setattr(Experts, "_mlp", lambda self, x, *chosen, real=Experts._mlp: went.append(
@@ -151,9 +151,10 @@ def test_what_is_not_built_is_refused(fields, message):
         config_from_hf({**config_json("Qwen3"), "num_experts": 8})
 
 
-@pytest.mark.parametrize("fields, message", [({"swiglu_limit": 5.0}, "swiglu_limit is 5.0.*must be 7.0"),
-                                             ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0.*must be 1.702"),
-                                             ({"rope_scaling": None}, "rope_scaling is missing, and must be said of a gpt-oss")])
+@pytest.mark.parametrize("fields, message", [
+    ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0.*must be 7.0"),
+    ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0.*must be 1.702"),
+    ({"rope_scaling": None}, "rope_scaling is missing, and must be said of a gpt-oss")])
 def test_another_gpt_oss_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         config_from_hf({**config_json("gpt-oss"), **fields})

@@ -7,21 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import edit
 from safetensors.torch import load_file, save_file
 
-from triforce.hf.fingerprint import (
-    DIGITS,
-    _combine,
-    model_fingerprint,
-    model_name,
-    tokenizer_fingerprint,
-    weights_fingerprint,
-)
+from triforce.hf.fingerprint import _combine, model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 
 WEIGHTS = "model.safetensors"
+CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
+                     rotary_factor=0.5)
 
 
 @pytest.fixture
@@ -30,17 +26,13 @@ def folder(tmp_path):
     return shutil.copytree(TINY / "draft", tmp_path / "draft")
 
 
-def edit(path, **fields) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def test_the_same_however_it_is_kept(folder):
     whole = model_fingerprint(TINY / "draft")
     assert model_fingerprint(folder) == whole == model_fingerprint(str(folder)) != model_fingerprint(TINY / "target")
     assert len(whole) == 32
     for name in ("dtype", "torch_dtype"):
-        edit(folder / "config.json", **{name: "float16"})
-    edit(folder / "config.json", transformers_version="99", use_cache=False)
+        edit(folder, **{name: "float16"})
+    edit(folder, transformers_version="99", use_cache=False)
     assert model_fingerprint(folder) == whole
 
     tensors = load_file(folder / WEIGHTS)
@@ -69,13 +61,9 @@ def test_another_for_each_weight_and_field(folder):
     save_file({**tensors, largest: tensors[largest].half()}, folder / WEIGHTS)
     seen.add(model_fingerprint(folder))
     for field, value in (("rope_theta", 123.0), ("rms_norm_eps", 1e-3), ("num_key_value_heads", 1)):
-        edit(folder / "config.json", **{field: value})
+        edit(folder, **{field: value})
         seen.add(model_fingerprint(folder))
     assert len(seen) == 1 + len(changes) + 1 + 3
-
-
-CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
-                     rotary_factor=0.5)
 
 
 def test_of_a_model_in_memory():
@@ -98,7 +86,8 @@ def test_the_name_of_a_model(tmp_path):
 
 def test_of_a_tokenizer(folder):
     def found(**fields) -> str:
-        edit(folder / "tokenizer_config.json", **fields)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
         return tokenizer_fingerprint(Tokenizer(folder))
 
     whole = found()
@@ -112,7 +101,7 @@ def test_a_field_that_a_model_does_not_use_does_not_count():
     """Or else documents that were kept before the field was there would be another model's."""
     config = ModelConfig(64, 32, 2, 4, 2, 8, 48, dtype="float32")
     text = repr((replace(config, dtype=None), []))
-    assert _combine(config, []) == hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    assert _combine(config, []) == hashlib.sha256(text.encode()).hexdigest()[:32]
     others = [replace(config, **more) for more in ({"pre_norm": False}, {"query_scale": 2.0}, {"activation": "gelu"},
                                                    {"sliding_layers": (1,)}, {"num_experts": 4})]
     assert len({_combine(one, []) for one in (config, *others)}) == 6

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from conftest import refused
 
 from triforce.engine.output import Generation, RowOutput, Stats, as_json, stop_strings, totals
-from triforce.errors import UserError
 
 EOS = 0
 
@@ -34,7 +34,9 @@ def output(*strings, stop=(), most=100, rest=""):
 def test_nothing_of_a_stop_string_is_shown():
     row = output("x", "a", "b", "c", stop=["abc", "never"])
     assert [row.push([i]) for i in (1, 2, 3, 2, 3, 4)] == ["x", "", "", "ab", "", ""]
-    assert (row.text, row.finish_reason) == ("xab", "stop")
+    assert (row.text, row.finish_reason, row.tokens) == ("xab", "stop", [1, 2, 3, 2, 3, 4])
+    row = output("xa", "b", "c", stop=["ab"])
+    assert row.push([1, 2, 3, EOS]) == "x" and row.tokens == [1, 2]  # in the midst of a block
 
 
 def test_the_texts_of_tokens_join_to_the_text():
@@ -75,8 +77,7 @@ def test_what_was_held_back_comes_at_the_end():
 def test_stop_strings():
     assert stop_strings(None) == [] and stop_strings("end") == ["end"] and stop_strings(("a", "b")) == ["a", "b"]
     for wrong in ("", ["a", ""], 5, [5]):
-        with pytest.raises(UserError, match="none of them empty"):
-            stop_strings(wrong)
+        refused("none of them empty", stop_strings, wrong)
 
 
 def test_statistics_are_shown_in_their_units():
@@ -97,8 +98,7 @@ def test_a_special_token_ends_a_text_as_a_stop_id_does(tiny_engine):
         out = tiny_engine.generate("Call me", 5, stop=stop, **how)
         assert (out.tokens, out.text, out.finish_reason) == ([end], "", "stop")
     for stop in ("Ishmael</s>", "</s>\n"):
-        with pytest.raises(UserError, match="holds the special token '</s>'.* as two stops"):
-            tiny_engine.generate("Call me", 5, stop=stop, **how)
+        refused("holds the special token '</s>'.* as two stops", tiny_engine.generate, "Call me", 5, stop=stop, **how)
 
 
 def test_json_holds_no_number_that_json_does_not_know():

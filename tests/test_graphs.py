@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import refused
 
-from triforce.errors import UserError
 from triforce.runtime import graphs
 from triforce.runtime.graphs import Compiler, Graphed
 
@@ -75,8 +75,7 @@ def test_nothing_is_compiled_into_a_folder_of_others(tmp_path, monkeypatch, bad)
         monkeypatch.setattr(graphs.os, "getuid", lambda: folder.stat().st_uid + 1)
     else:
         folder.chmod(bad)
-    with pytest.raises(UserError, match="TRIFORCE_CACHE"):
-        graphs.cache_folder()
+    refused("TRIFORCE_CACHE", graphs.cache_folder)
 
 
 def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
@@ -90,5 +89,4 @@ def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
         monkeypatch.setenv("TRIFORCE_CACHE", "")
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(UserError, match="TRIFORCE_CACHE"):
-        graphs.cache_folder()
+    refused("TRIFORCE_CACHE", graphs.cache_folder)

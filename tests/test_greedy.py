@@ -1,21 +1,15 @@
-"""Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma.
-
-A promise of the whole library, not of one module.
-"""
+"""Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma. A
+promise of the whole library, not of one module."""
 
 import pytest
 import torch
-from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt, run_rounds, slow
+from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt, slow
 
-from triforce.decode import acceptance
-from triforce.decode.controller import Controller, Costs
-from triforce.decode.plan import AUTOREGRESSION, DraftPlan
+from triforce.decode.plan import AUTOREGRESSION
 from triforce.model import Transformer
 
 CONTEXT, NEW = 1050, 112  # the first flush is after 39 tokens, the second after 103
 FLUSHED = 70  # tokens that cross the first flush
-
-
 LEVELS = ("triforce", "retrieval", "query", "snapkv", "streaming", "draft", "ngram", "ngram only")
 VARIANTS = [(levels, 256, 6) for levels in LEVELS] + [("triforce", 512, 3), ("triforce", 256, 1)]
 VARIANTS += slow(*((levels, 512, 3) for levels in LEVELS[1:]), ("draft", 256, 1))
@@ -32,11 +26,6 @@ def plain(models):
     state = make_state(models[0], None, [random_prompt(CONTEXT)], retrieval=False, capacity=4096, keep_logits=True,
                        flush_interval=64)
     return bits(state, NEW)[:2]
-
-
-def first_of(plain, count):
-    tokens, hashes = plain
-    return tokens[:count], hashes[:count]
 
 
 @pytest.mark.parametrize("levels,budget,gamma", VARIANTS)
@@ -57,37 +46,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     if state.hierarchy.view is not None:
         assert state.hierarchy.view.num_rebuilds >= 2 or not state.hierarchy.view.kind.renews
     state.rewind(1000)
-    assert bits(state, FLUSHED, plan=AUTOREGRESSION)[:2] == first_of(plain, FLUSHED)
-
-
-class Everything:
-    """In place of a controller: one plan after the other, round and round."""
-
-    def __init__(self, plans):
-        self.plans, self.used = plans, 0
-
-    def choose(self, **known):
-        self.used += 1
-        return self.plans[self.used % len(self.plans)]
-
-    def timed(self, plan, drafting, checking):
-        assert plan in self.plans and (drafting > 0) == (plan.gamma > 0) and checking > 0
-
-    def update(self, num_tokens, **observed):
-        assert num_tokens >= 1 and all(0 <= hits <= tests for hits, tests in observed.values())
-
-
-@pytest.mark.parametrize("retrieval", [True, False])
-def test_bits_do_not_depend_on_plans(models, plain, retrieval):
-    """Every plan that a controller may choose, each after each other, with a draft model and n-grams at once."""
-    costs = Costs({8: 1.0}, {4: 1.0} if retrieval else {}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
-    plans = Controller(costs, 7, 3).plans
-    state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, retrieval=retrieval, ngram=True, budget=256,
-                       gamma=7, gamma_inner=3, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
-    for shift in (0, 1):  # so that others follow each other
-        state.pilot.controller = Everything(plans[:: 1 + shift] + [DraftPlan()] * shift)
-        assert bits(state, NEW)[:2] == plain
-        state.rewind(1000)
+    assert bits(state, FLUSHED, plan=AUTOREGRESSION)[:2] == tuple(one[:FLUSHED] for one in plain)
 
 
 def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
@@ -102,22 +61,6 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
         assert state.num_flushes == 1 and state.cache.lens == [border]  # to emit past it is to miss it
         state.rewind(1000)
         assert bits(state, 24, plan=AUTOREGRESSION)[:2] == on
-
-
-@pytest.mark.parametrize("kept", [5, *slow(0, 1, 2, 3, 4, 6)])
-def test_forced_partial_acceptance(models, plain, kept, monkeypatch):
-    """However many of the drafted tokens are kept, what was written for the others leaves no trace."""
-    original = acceptance.is_accepted
-
-    def at_most(draft_prob, target_prob, u):
-        return original(draft_prob, target_prob, u) & (torch.arange(u.shape[1]) < kept)
-
-    monkeypatch.setattr(acceptance, "is_accepted", at_most)
-    target, _ = models
-    for draft in (target, models[1]):  # the target as its own draft: nearly all would be accepted
-        state = make_state(target, draft, [random_prompt(CONTEXT)], capacity=4096, budget=2048, chunk_size=8,
-                           flush_interval=64, keep_logits=True, gamma_inner=3, draft_window=512)
-        assert bits(state, FLUSHED)[:2] == first_of(plain, FLUSHED)
 
 
 def test_batch_rows_do_not_depend_on_neighbours(models):
@@ -135,40 +78,6 @@ def test_batch_rows_do_not_depend_on_neighbours(models):
     assert on == bits_of_rows(state_of(prompts), 40, plan=AUTOREGRESSION)
     others = [prompts[0], random_prompt(137, seed=3), [9]]  # the same lengths, other texts
     assert bits_of_rows(state_of(others), 40)[0] == on[0]
-
-
-@pytest.mark.parametrize("settings", [{}, {"retrieval": False}])
-def test_rewinding_repeats_a_fresh_prefill(models, settings):
-    """To the bit, what is drafted included, also after rounds without the draft."""
-    target, draft = models
-
-    def rounds(state):
-        state.hierarchy.outer.draft_probs.zero_()  # rows beyond what is drafted hold anything
-        return [(state.round()[0], state.hierarchy.outer.draft_probs.clone()) for _ in range(30)]
-
-    state = make_state(target, draft, [random_prompt(400)], sampling={"temperature": 0.8}, **settings)
-    first = rounds(state)
-    for left_out in (0, 5, 50):
-        for _ in range(left_out):
-            state.round(AUTOREGRESSION)
-        state.rewind(1000)
-        for (tokens, probs), (others, other_probs) in zip(rounds(state), first, strict=True):
-            assert tokens == others and torch.equal(probs, other_probs)
-
-
-def test_appending_to_a_used_state(models):
-    """Prefilling on after some rounds gives what prefilling the whole text at once gives."""
-    target, draft = models
-    prompt, more = random_prompt(300), random_prompt(90, seed=7)
-    state = make_state(target, draft, [prompt])
-    said = []
-    while len(said) < 41:
-        said += state.round()[0]
-    state.prefill(0, more)
-    state.begin(100)
-    whole = make_state(target, draft, [prompt + said + more])
-    assert state.lens == whole.lens
-    assert run_rounds(state, 30) == run_rounds(whole, 30)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16, torch.float64)])

@@ -3,17 +3,14 @@
 import contextlib
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from conftest import make_engine, random_pair, random_prompt, slow
+from conftest import make_engine, python, random_pair, random_prompt, refused, slow
 
 import triforce
 from triforce.decode.batch import DecodeBatch
-from triforce.errors import UserError
 from triforce.model import Transformer
 from triforce.runtime.host import own_settings
 
@@ -44,8 +41,6 @@ HOSTS = {
     "matmul precision": lambda: changed(torch.set_float32_matmul_precision, "medium", "highest"),
     "precision": lambda: changed(precise, "tf32", "ieee"),
 }
-
-
 BREAK = "float64", "default device", "autocast", "inference mode"  # what is not kept out, an engine fails by
 
 
@@ -84,22 +79,17 @@ def usual(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*BREAK, *slow(*(name for name in HOSTS if name not in BREAK))])
-def test_settings_of_the_host_change_no_token(name, usual, tmp_path, monkeypatch):
+def test_settings_of_the_host_change_no_token(name, usual, tmp_path, watched):
     """Those that held while an engine was loaded, and those that hold while it is used: it computes with the usual."""
-    seen = []
-
-    def noted(function):
-        return lambda *args, **more: seen.append(settings()) or function(*args, **more)
-
-    monkeypatch.setattr(Transformer, "prefill", noted(Transformer.prefill))
-    monkeypatch.setattr(DecodeBatch, "round", noted(DecodeBatch.round))
+    prefills = watched(Transformer, "prefill", lambda *args, **more: settings())
+    rounds = watched(DecodeBatch, "round", lambda *args: settings())
     with HOSTS[name]():
         before = settings()
         assert before != USUAL
         engine = triforce.load("tiny", device="cpu", gamma=3)
         assert settings() == before
         assert used(engine, tmp_path / "book") == usual
-    assert len(seen) > 9 and all(one | {"inference": False} == USUAL for one in seen)
+    assert len(prefills + rounds) > 9 and all(one | {"inference": False} == USUAL for one in prefills + rounds)
     assert engine.generate(TEXT, 4, temperature=0.0).tokens == usual[1]
 
 
@@ -177,7 +167,7 @@ os._exit(0)
 
 def test_a_forked_process_is_told_instead_of_hanging():
     """It has none of its parent's threads: not those that hold locks, nor those of PyTorch."""
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300)
+    done = python("-c", FORKS)
     told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
     assert told.pop("close") == "returned None" and told.pop("parent") == "True"
@@ -192,8 +182,7 @@ def test_what_cannot_be_pickled_says_what_to_do():
     for one, what in ((engine, "load one in each process"), (engine.prefill(prompt), "save it"),
                       (engine.chat(), "save it"), (stream, "result")):
         for function in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(UserError, match=what):
-                function(one)
+            refused(what, function, one)
     list(stream)
     out = engine.generate(prompt, 4)
     assert pickle.loads(pickle.dumps(out)).tokens == out.tokens

@@ -1,17 +1,12 @@
-"""What is installed: an editable clone beside which Python is started, and a wheel.
+"""What is installed: an editable clone beside which Python is started, and a wheel. A promise of the package, not of
+one module."""
 
-A promise of the package, not of one module.
-"""
-
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT, python
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +18,7 @@ def clone(tmp_path_factory):
 
 
 def run(*command, **kw) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, **kw)
+    done = python(*command, **kw)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,7 +26,7 @@ def run(*command, **kw) -> str:
 def backend(clone: Path, call: str, folder: Path) -> Path:
     """What the build backend makes of a call, without the isolation that would fetch it anew."""
     code = f"import setuptools.build_meta as build; print(build.{call}({str(folder)!r}))"
-    return folder / run(sys.executable, "-c", code, cwd=clone).split()[-1]
+    return folder / run("-c", code, cwd=clone).split()[-1]
 
 
 def test_import_beside_an_editable_clone(clone, tmp_path):
@@ -45,7 +40,7 @@ def test_import_beside_an_editable_clone(clone, tmp_path):
             "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
             f"site.addsitedir({str(site)!r})\n"
             "import triforce\nprint(triforce.__file__, callable(triforce.load))")
-    shown = run(sys.executable, "-c", code, cwd=clone.parent)
+    shown = run("-c", code, cwd=clone.parent)
     assert shown.split() == [str(clone / "triforce" / "__init__.py"), "True"]
 
 
@@ -58,6 +53,5 @@ def test_a_wheel_has_what_it_needs(clone, tmp_path):
     assert {"triforce/py.typed", "triforce/tiny/target/model.safetensors", "triforce/cli/main.py"} <= names
     assert not any(name.startswith(("tests", "benchmarks", "generate")) for name in names)
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from triforce.cli import main; main()"
-    shown = run(sys.executable, "-c", code, "--prompt", "Once upon a time", "--max-new-tokens", "4", "--device", "cpu",
-                cwd=tmp_path)
+    shown = run("-c", code, "--prompt", "Once upon a time", "--max-new-tokens", "4", "--device", "cpu", cwd=tmp_path)
     assert shown.strip()

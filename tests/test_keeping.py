@@ -8,21 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_engine, random_prompt
+from conftest import SIZES, make_engine, random_prompt, refused, tensors
 from test_prefix_file import ODD, rewritten
 
 import triforce
-from triforce import UserError, cli
-from triforce.engine.buffers import Buffers
+from triforce import UserError
 from triforce.engine.prompt_cache_file import Layout, PrefixReader, write
 from triforce.model import Transformer
 
 DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
-SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
-
-
-def tensors(book):
-    return [x.clone() for i in range(2) for x in (*book.store.layer(i, 0), book.store.chunk_keys[i])]
+SETTINGS = {**SIZES, "prefill_chunk_size": 64, "gamma": 4}
 
 
 @pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 1}], ids=["resident", "offloaded"])
@@ -72,8 +67,7 @@ def test_another_document_is_not_overwritten(pair, tmp_path):
     other = make_engine(Transformer.random(pair[0].config, seed=9), **SETTINGS)
     other._identity, mine = {**other.identity(), "name": "Llama-Large"}, engine.identity()
     names = rf"\({mine['name']}, {mine['model'][:8]}\) than this one \(Llama-Large, {other.identity()['model'][:8]}\); "
-    with pytest.raises(UserError, match=f"made with another model {names}"):
-        other.prefill(DOCUMENT, keep=file)
+    refused(f"made with another model {names}", other.prefill, DOCUMENT, keep=file)
     shares = []
     with pytest.raises(UserError, match="there is no folder"):
         engine.prefill(DOCUMENT, keep=tmp_path / "no" / "book.prefix", on_progress=shares.append)
@@ -96,7 +90,7 @@ def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
     whole, about = path.read_bytes(), book.about
     with PrefixReader(path) as reader:
         sizes = asdict(reader.layout)
-    refused = []
+    names = []
     for name, value in [(name, value) for name in (*about, "more") for value in (*ODD, "missing")]:
         path.write_bytes(whole)
         rewritten(path, lambda about, _, name=name, value=value: [
@@ -105,30 +99,28 @@ def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
             assert len(engine.open(path)) == 100
         except UserError as error:
             assert "\n" not in str(error) and ";" in str(error)
-            refused.append(name)
-    assert {*about, "more"} - {"name"} <= {*refused} and len(refused) > 150
+            names.append(name)
+    assert {*about, "more"} - {"name"} <= {*names} and len(names) > 150
     for changed, more, tokens in (({"n_kv_head": sizes["n_kv_head"] * 2}, {}, DOCUMENT[:100]),
                                   ({"num_layers": 1}, {}, DOCUMENT[:100]), ({}, {"part_of": 100}, DOCUMENT[:100]),
                                   ({"head_dim": sizes["head_dim"] // 2}, {}, DOCUMENT[:100]), ({}, {}, [10**6] * 100)):
         layout = Layout(**{**sizes, **changed})
         kv = torch.zeros(2, layout.n_kv_head, layout.length, layout.head_dim)
         write(path, layout, {**about, **more}, tokens, lambda i, kv=kv: kv, range(layout.n_kv_head))
-        with pytest.raises(UserError, match="says what no document has"):
-            engine.open(path)
+        refused("says what no document has", engine.open, path)
 
 
-def test_room_is_looked_for_before_the_work(pair, tmp_path, computed, monkeypatch, capsys):
+def test_room_is_looked_for_before_the_work(pair, tmp_path, computed, monkeypatch, command):
     """On the disk, and for the name."""
     engine, flags = make_engine(*pair, **SETTINGS), ["--prompt", "word " * 900, "--device", "cpu", "--save-prefix"]
-    assert cli.main([*flags, str(tmp_path / ("b" * 250))]) == 2 and "name too long" in capsys.readouterr().err
+    assert "name too long" in command(*flags, str(tmp_path / ("b" * 250)), status=2).err
     book = engine.prefill(DOCUMENT, keep=tmp_path / "book.prefix")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
     assert engine.prefill(DOCUMENT, keep=tmp_path / "book.prefix").num_read == book.num_shared  # nothing to write
     computed.clear()
-    with pytest.raises(UserError, match="GB free"):
-        engine.prefill(DOCUMENT, keep=tmp_path / "more.prefix")
+    refused("GB free", engine.prefill, DOCUMENT, keep=tmp_path / "more.prefix")
     for more in ([], ["--save-every", "256"]):
-        assert cli.main([*flags, str(tmp_path / "b"), *more]) == 2 and "GB free" in capsys.readouterr().err
+        assert "GB free" in command(*flags, str(tmp_path / "b"), *more, status=2).err
     assert computed == [] and os.listdir(tmp_path) == ["book.prefix"]
 
 
@@ -136,7 +128,7 @@ OF_THE_DAY = ("Today is {{ strftime_now('%d %B %Y') }}. "
               "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}<assistant>")
 
 
-def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engine, tmp_path, monkeypatch):
+def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engine, tmp_path, monkeypatch, broken_off):
     """By questions, and by a prefill that goes on the next day."""
     days = SimpleNamespace(now=datetime(2026, 11, 28, 9, 30))
     clock = type("Clock", (datetime,), {"now": lambda *_: days.now})
@@ -144,17 +136,8 @@ def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engi
         monkeypatch.setattr(f"triforce.{name}.datetime", clock)
     path, messages = tmp_path / "book.prefix", [{"role": "user", "content": "Call me Ishmael. " * 120}]
     engine = make_engine(tiny_engine.target, tokenizer=tiny_engine.tokenizer, prefill_chunk_size=256)
-    compute = Buffers._compute
-
-    def broken(self, cache, tokens, start, *more):
-        if start > 0:
-            raise KeyboardInterrupt
-        compute(self, cache, tokens, start, *more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Buffers, "_compute", broken)
-        with pytest.raises(KeyboardInterrupt):
-            engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
+    with broken_off(), pytest.raises(KeyboardInterrupt):
+        engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
     days.now = datetime(2026, 12, 24)
     book = engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
     assert book.num_read > 0 and book.rendered_at == "2026-11-28T09:30:00"
@@ -174,7 +157,7 @@ def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engi
     assert new.send("And?").stats.reused_tokens >= first - 16  # beyond midnight, too
 
 
-def test_it_is_said_if_nothing_of_a_document_serves(tmp_path, capsys, caplog):
+def test_it_is_said_if_nothing_of_a_document_serves(tmp_path, command, caplog):
     """With the reason, before anything is computed, and once."""
     template = "{{ style }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
     messages, path = [{"role": "user", "content": "Call me Ishmael. " * 120}], tmp_path / "book.prefix"
@@ -182,5 +165,5 @@ def test_it_is_said_if_nothing_of_a_document_serves(tmp_path, capsys, caplog):
     book.save(path)
     flags = ["--prefix", str(path), "--question", "Who?", "--max-new-tokens", "2", "--device", "cpu"]
     for more, said in (([], 0), (["--chat-template-kwargs", '{"style": "Brief: "}'], 1)):
-        assert cli.main([*flags, *more]) == 0
+        command(*flags, *more)
         assert caplog.text.count("are computed anew with each question, since") == said

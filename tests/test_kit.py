@@ -9,7 +9,6 @@ import torch
 from conftest import slow
 
 import triforce
-from triforce import cli
 from triforce.cli import check, request
 from triforce.decode import acceptance
 from triforce.engine import memory
@@ -20,30 +19,24 @@ from triforce.model import ModelConfig
 from triforce.runtime.graphs import SPARE
 
 CPU = torch.device("cpu")
+WAYS = ["draft + view", "draft model", "retrieval view", "n-grams"]
 
 LLAMA_8B = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
             "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
 
 
-@pytest.fixture
-def llama_8b(tmp_path):
-    """A folder with a config.json and nothing else."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    return str(tmp_path)
-
-
-def planned(capsys, *argv) -> tuple[int, dict]:
-    status = cli.main(["plan", *argv, "--json"])
-    return status, json.loads(capsys.readouterr().out)
+def planned(command, *argv, fits: bool = True) -> dict:
+    told = json.loads(command("plan", *argv, "--json", status=int(not fits)).out)
+    assert told["fits"] == fits
+    return told
 
 
 @pytest.mark.parametrize("flags,options", [
     (["--offload", "--num-resident-layers", "3"], {"offload": True, "num_resident_layers": 3}), *slow(
         ([], {}), (["--no-retrieval"], {"retrieval": False}))])
-def test_the_plan_is_what_is_allocated(flags, options, capsys):
-    status, told = planned(capsys, "--device", "cpu", "--prompt-len", "2500", "--max-new-tokens", "40", *flags)
-    assert status == 0 and told["fits"]
+def test_the_plan_is_what_is_allocated(flags, options, command):
+    told = planned(command, "--device", "cpu", "--prompt-len", "2500", "--max-new-tokens", "40", *flags)
     engine = triforce.load("tiny", device="cpu", max_batch_size=8, **options)
     engine.prepare([list(range(5, 255)) * 10], 40)
     of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
@@ -54,16 +47,17 @@ def test_the_plan_is_what_is_allocated(flags, options, capsys):
     assert told["resident_layers"] == options.get("num_resident_layers", 8)
 
 
-def test_a_file_of_prompts_says_how_many_there_are(tmp_path, capsys):
+def test_a_file_of_prompts_says_how_many_there_are(tmp_path, command):
     (tmp_path / "prompts.jsonl").write_text('"a"\n' * 3)
     flags = ["--prompts", str(tmp_path / "prompts.jsonl"), "--prompt-len", "500"]
-    assert planned(capsys, *flags)[1]["rows"] == 3 and planned(capsys, *flags, "--batch-size", "2")[1]["rows"] == 2
+    assert planned(command, *flags)["rows"] == 3 and planned(command, *flags, "--batch-size", "2")["rows"] == 2
 
 
-def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):
-    flags = ["--checkpoint", llama_8b, "--prompt-len", "100000", "--memory", "24GiB", "--host-memory", "64GiB"]
-    status, told = planned(capsys, *flags)
-    assert status == 0 and told["offload"] == "auto" and told["on_chip_bytes"] > 24 * 2**30
+def test_an_8b_on_24_gib_keeps_the_layers_that_fit(tmp_path, command):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    flags = ["--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "24GiB", "--host-memory", "64GiB"]
+    told = planned(command, *flags)
+    assert told["offload"] == "auto" and told["on_chip_bytes"] > 24 * 2**30
     assert told["dtype"] == "bfloat16" and 0 < told["resident_layers"] < 32 and told["longest_prompt"] == 131072 - 256
     layer = told["host_bytes"] // (32 - told["resident_layers"])
     assert layer == 2 * 8 * 128 * 2 * 100352 and told["bytes"] <= 24 * 2**30
@@ -71,40 +65,37 @@ def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):
     kept, free = told["bytes"] - fixed + layer, 24 * 2**30 - fixed
     # One layer more would not leave what is to be left (with views as they are before any is cut).
     assert kept + layer / 2 > min(0.95 * free, free - SPARE)
-    assert cli.main(["plan", *flags]) == 0
-    page = " ".join(capsys.readouterr().out.split())
+    page = " ".join(command("plan", *flags).out.split())
     assert "| 6 of 32 |" in page and "fits with --offload auto; without it 31.24 GiB" in page and " 6,400 |" in page
     assert "| longest prompt (model ends it) | 130,816 |" in page
-    kept = planned(capsys, *flags[:4], "--memory", "80GiB")[1]["parts"]["KV cache"]
-    status, told = planned(capsys, *flags, "--gpus", "2")
-    assert status == 0 and not told["offload"] and 2 * told["parts"]["KV cache"] == kept
+    kept = planned(command, *flags[:4], "--memory", "80GiB")["parts"]["KV cache"]
+    told = planned(command, *flags, "--gpus", "2")
+    assert not told["offload"] and 2 * told["parts"]["KV cache"] == kept
 
 
-def test_where_nothing_fits_both_numbers_stand(tmp_path, capsys):
+def test_where_nothing_fits_both_numbers_stand(tmp_path, command):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 8}))
     flags = ["--checkpoint", str(tmp_path), "--prompt-len", "40000", "--memory"]
-    assert cli.main(["plan", *flags, "4GiB"]) == 1
-    page = " ".join(capsys.readouterr().out.split())
+    page = " ".join(command("plan", *flags, "4GiB", status=1).out.split())
     assert "| memory of one GPU | 4.00 |" in page and "| longest prompt (memory ends it) | 0 |" in page
     assert "It does not fit" in page and "- target weights: --dtype, --weights fp8" in page
-    needed = planned(capsys, *flags, "80GiB")[1]["bytes"]
+    needed = planned(command, *flags, "80GiB")["bytes"]
     flags += [str(needed - 2**26), "--host-memory", "0.1GiB"]
-    status, told = planned(capsys, *flags)
-    longest = told["longest_prompt"]
-    assert status == 1 and 1024 <= longest < 40_000 and longest % 1024 == 0
-    assert planned(capsys, *flags, "--prompt-len", str(longest))[0] == 0
-    assert planned(capsys, *flags, "--prompt-len", str(longest + 1024))[0] == 1
+    longest = planned(command, *flags, fits=False)["longest_prompt"]
+    assert 1024 <= longest < 40_000 and longest % 1024 == 0
+    planned(command, *flags, "--prompt-len", str(longest))
+    planned(command, *flags, "--prompt-len", str(longest + 1024), fits=False)
 
 
-def test_what_is_kept_of_a_longer_prompt_is_planned(capsys):
+def test_what_is_kept_of_a_longer_prompt_is_planned(command):
     flags = ["--device", "cpu", "--max-seq-len", "2048", "--prompt-len", "5000"]
-    assert planned(capsys, *flags, "--keep", "end")[1]["prompt_len"] == 1792
+    assert planned(command, *flags, "--keep", "end")["prompt_len"] == 1792
 
 
-def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
+def test_what_this_machine_has_is_the_default(command, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 2**20)
-    status, told = planned(capsys, "--device", "cpu", "--prompt-len", "2000")
-    assert status == 1 and told["memory"] == 2**20 and told["is_here"]
+    told = planned(command, "--device", "cpu", "--prompt-len", "2000", fits=False)
+    assert told["memory"] == 2**20 and told["is_here"]
 
 
 @pytest.mark.parametrize("argv,text", [
@@ -118,21 +109,24 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
     (["plan", "--num-resident-layers", "3"], "add offload=True (--offload)"),
     (["plan", "--offload", "--num-resident-layers", "9"], "is more than the model's 8 layers"),
     (["plan", "--prompt-file", "book.txt"], "--prompt-file names one; say how many tokens it has with --prompt-len"),
+    (["check", "--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
+    (["check", "--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
+    (["check", "--far", "200000"], "--far (200000) must lie between 0 and the 131072"),
+    (["check", "--reference", "/no/such"], "no such folder"),
+    (["check", "--prompt-file", "/no/such"], "cannot read"),
+    (["check", "--qiuck"], "--qiuck is not a known flag"), (["check", "--device", "tpu"], "device 'tpu' is unknown"),
+    (["check", "--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
+    (["check", "--prefix", "x"], "asks its own questions, in one process; drop --prefix"),
 ])
-def test_mistakes_get_one_line(argv, text, capsys):
-    assert cli.main(argv) == 2
-    shown = capsys.readouterr()
+def test_mistakes_get_one_line(argv, text, command, monkeypatch):
+    monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))
+    shown = command(*argv, status=2)
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
 
 
-# -- check -------------------------------------------------------------------------------------------------------------
-
-def checked(capsys, *argv) -> tuple[int, dict, str]:
-    status = cli.main(["check", "--device", "cpu", *argv, "--json"])
-    shown = capsys.readouterr()
-    assert shown.out, shown.err
-    told = json.loads(shown.out)
-    return status, told, check.page(told)
+def checked(command, *argv, passes: bool = True) -> tuple[dict, str]:
+    told = json.loads(command("check", "--device", "cpu", *argv, "--json", status=int(not passes)).out)
+    return told, check.page(told)
 
 
 @pytest.fixture
@@ -144,23 +138,19 @@ def brief(monkeypatch):
 
 @pytest.mark.parametrize("parameters,says", [(10**6, "512, 2,048 tokens, some 1"), (10**9, "512 tokens, some 2"),
                                              (7 * 10**9, "512 tokens, some 12")])
-def test_it_says_beforehand_how_long_it_takes(parameters, says, monkeypatch, capsys):
+def test_it_says_beforehand_how_long_it_takes(parameters, says, monkeypatch, command):
     """By 8,704 tokens that go through the model, or by 2,048 where those take minutes. A core has 40 billion operations
     a second."""
     monkeypatch.setitem(check.RATES, "cpu", 4e10)
     monkeypatch.setattr(ModelConfig, "num_parameters", parameters)
     monkeypatch.setattr(check, "examine", lambda *args: [])
-    assert cli.main(["check", "--device", "cpu"]) == 0
-    assert f"at {says} min; less with" in capsys.readouterr().err
+    assert f"at {says} min; less with" in command("check", "--device", "cpu").err
 
 
-WAYS = ["draft + view", "draft model", "retrieval view", "n-grams"]
-
-
-def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, "--lengths", "200", "500", "--new", "6")
+def test_the_embedded_pair_passes_every_check(brief, command):
+    told, page = checked(command, "--lengths", "200", "500", "--new", "6")
     records = {record["name"]: record for record in told["records"]}
-    assert status == 0 and told["passed"] and told["begun_anew"] == 0
+    assert told["passed"] and told["begun_anew"] == 0
     checks = {"logits", *(f"greedy, {way}" for way in WAYS)}
     assert records.keys() == checks | {"times, 200", "times, 500"}
     assert {name for name, record in records.items() if record["passed"]} == checks
@@ -185,21 +175,20 @@ def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
     assert check.lengths_of(*check.read([]), 4096, CPU) == [512]
 
 
-def test_a_check_without_transformers_says_what_it_skipped(brief, capsys, tmp_path, monkeypatch):
+def test_a_check_without_transformers_says_what_it_skipped(brief, command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "text").write_text("Call me Ishmael. ")
-    status, told, page = checked(capsys, "--lengths", "200", "--new", "8", "--prompt-file",
-                                 str(tmp_path / "text"))
+    told, page = checked(command, "--lengths", "200", "--new", "8", "--prompt-file", str(tmp_path / "text"))
     assert told["begun_anew"] > 10 and f"begins anew {told['begun_anew']} times" in page
-    assert status == 0 and "- logits: -.  transformers failed: " in page and "pip install transformers" in page
+    assert "- logits: -.  transformers failed: " in page and "pip install transformers" in page
     assert [one["name"] for one in told["records"] if "why" in one] == ["logits"]
 
 
 @pytest.mark.slow
-def test_weights_in_fp8_are_not_set_beside_wider_ones(brief, capsys, tmp_path):
-    status, told, _ = checked(capsys, "--lengths", "300", "--new", "8", "--weights", "fp8")
+def test_weights_in_fp8_are_not_set_beside_wider_ones(brief, command):
+    told, _ = checked(command, "--lengths", "300", "--new", "8", "--weights", "fp8")
     records = {record["name"]: record for record in told["records"]}
-    assert status == 0 and "multiplies in fp8 in another way" in records["logits"]["why"]
+    assert "multiplies in fp8 in another way" in records["logits"]["why"]
     assert records["greedy, retrieval view"]["passed"]
 
 
@@ -236,12 +225,12 @@ def first_ids(count: int) -> list[int]:
     return Tokenizer(TINY / "target").encode(request.default_document()[: 16 * count])[:count]
 
 
-def test_a_damaged_layer_is_a_failure(folders, brief, capsys, tmp_path):
+def test_a_damaged_layer_is_a_failure(folders, brief, command):
     made, _ = folders
-    status, told, page = checked(capsys, "--checkpoint", str(made / "layer"), "--reference",
-                                 str(made / "good"), "--lengths", "200", "--new", "8")
+    told, page = checked(command, "--checkpoint", str(made / "layer"), "--reference", str(made / "good"), "--lengths",
+                         "200", "--new", "8", passes=False)
     [failed] = [record for record in told["records"] if record["passed"] is False]
-    assert status == 1 and failed["name"] == "logits" and failed["max_difference"] > failed["max_allowed"]
+    assert failed["name"] == "logits" and failed["max_difference"] > failed["max_allowed"]
     assert "at position 0;" in failed["why"]
     assert "**NOT all is well**" in page and "- logits: FAILED" in page
 
@@ -263,47 +252,21 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
 @pytest.mark.parametrize("damaged,dtype,cause", [
     ("nan", "float32", "weights of layers.1.mlp.down are no finite numbers"),
     ("large", "float32", "weights of embedding are no finite numbers"), ("overflow", "float16", "(float16 ends at")])
-def test_what_is_not_finite_is_named(folders, brief, damaged, dtype, cause, capsys, tmp_path):
+def test_what_is_not_finite_is_named(folders, brief, damaged, dtype, cause, command):
     """And nothing is timed that says nothing."""
     made, _ = folders
-    status, told, page = checked(capsys, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths",
-                                 "200", "--new", "8")
+    told, page = checked(command, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths", "200", "--new",
+                         "8", passes=False)
     [record] = told["records"]
-    assert status == 1 and cause in record["why"]
+    assert cause in record["why"]
     assert "NOT all is well" in page
 
 
 @pytest.mark.slow
-def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
+def test_inexact_output_is_a_failure(brief, command, monkeypatch):
     monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    status, told, page = checked(capsys, "--lengths", "300", "--new", "32")
+    told, page = checked(command, "--lengths", "300", "--new", "32", passes=False)
     failed = {record["name"]: record for record in told["records"] if record["passed"] is False}
-    assert status == 1 and {"greedy, draft model", "greedy, n-grams"} <= failed.keys()
+    assert {"greedy, draft model", "greedy, n-grams"} <= failed.keys()
     assert "DIFFERENT" in page and "please report" in page
-
-
-@pytest.mark.parametrize("argv,text", [
-    (["--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
-    (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
-    (["--far", "200000"], "--far (200000) must lie between 0 and the 131072"),
-    (["--reference", "/no/such"], "no such folder"),
-    (["--prompt-file", "/no/such"], "cannot read"),
-    (["--qiuck"], "--qiuck is not a known flag"), (["--device", "tpu"], "device 'tpu' is unknown"),
-    (["--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
-    (["--prefix", "x"], "asks its own questions, in one process; drop --prefix"),
-])
-def test_mistakes_in_a_check_get_one_line(argv, text, capsys, monkeypatch):
-    monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))
-    assert cli.main(["check", *argv]) == 2
-    shown = capsys.readouterr()
-    assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
-
-
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_help_fits_the_terminal(command, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) < 80 and f"\n    triforce {command} " in shown

@@ -9,8 +9,7 @@ from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED, BONUS, LEAF, MISSED
 from triforce.decode.verifier import RowRound
 from triforce.engine.session import levels_of
-from triforce.render import COLOURS, characters
-from triforce.render import spans as spans_of
+from triforce.render import COLOURS
 
 TEXT = "one two three four five six seven eight nine ten. " * 8
 
@@ -38,15 +37,10 @@ def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
     ({}, {"draft", "retrieval"}), ({"draft": "ngram"}, {"ngram", "retrieval"}), *slow(
         ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
         ({"draft": "ngram", "retrieval": False}, {"ngram"}))])
-def test_levels_of_generations(monkeypatch, options, drafts):
+def test_levels_of_generations(watched, options, drafts):
     """By the counts of all rounds, as the device reports them: how many tokens, and how many of them were accepted."""
-    seen, settle = [], DecodeBatch._settle
-
-    def settled(self, result, *more):
-        seen.append([(len(row.tokens), row.num_accepted) for row in result.rows])
-        return settle(self, result, *more)
-
-    monkeypatch.setattr(DecodeBatch, "_settle", settled)
+    seen = watched(DecodeBatch, "_settle", lambda self, result, *more: [
+        (len(row.tokens), row.num_accepted) for row in result.rows])
     engine = triforce.load("tiny", device="cpu", gamma=6, **options)
     out = engine.generate(TEXT, 90, temperature=0.0, ignore_eos=True)
     assert len(out.levels) == len(out.tokens) == len(out.pieces) == 90
@@ -56,15 +50,3 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     assert [level != "target" for level in out.levels] == expected[:90]
     off = engine.generate(TEXT, 9, temperature=0.0, ignore_eos=True, speculate=False)
     assert off.levels == ["target"] * 9
-
-
-def test_a_stream_tells_the_levels_of_its_pieces():
-    engine = triforce.load("tiny", device="cpu", gamma=6)
-    stream, spans = engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True, stop="four five"), []
-    for piece in stream:
-        assert "".join(text for text, _ in stream.spans) == piece
-        spans += stream.spans
-    said, whole = stream.result, spans_of(characters(stream.result.pieces, stream.result.levels))
-    assert "".join(said.pieces) == said.text and len(said.levels) == len(said.tokens)
-    by_character = [[level for text, level in some for _ in text] for some in (spans, whole)]
-    assert by_character[0] == by_character[1] and len(set(by_character[0])) > 1

@@ -1,13 +1,12 @@
 """What `load` makes of what it was not told, what does not go together, and what an engine plans for a call."""
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import make_engine, random_prompt, refused
 
 import triforce
 from triforce.config import Settings
 from triforce.engine import memory
 from triforce.engine.engine import Engine
-from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
 
 
@@ -32,19 +31,11 @@ def test_a_text_ends_where_the_model_ends_it(monkeypatch):
     assert engine.generate("Once upon a time", 12, temperature=0.0, ignore_eos=True).tokens == whole
 
 
-def test_snapkv_wants_its_cache_on_the_device():
-    with pytest.raises(UserError, match="'snapkv' chooses from a cache on the device"):
-        triforce.load("tiny", device="cpu", offload=True, draft_cache="snapkv")
-
-
 def test_weights_are_planned_before_they_are_read(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 2**20)
-    with pytest.raises(UserError, match=r"target weights .* GiB \(--dtype, --weights fp8\), "
-                                        r"draft weights .* GiB \(--draft none\)"):
-        triforce.load("tiny", device="cpu")
-    with pytest.raises(UserError) as error:
-        triforce.load("tiny", device="cpu", draft=False)
-    assert "draft weights" not in str(error.value)
+    refused(r"target weights .* GiB \(--dtype, --weights fp8\), draft weights .* GiB \(--draft none\)",
+            triforce.load, "tiny", device="cpu")
+    assert "draft weights" not in refused("target weights", triforce.load, "tiny", device="cpu", draft=False)
 
 
 def test_settings_are_resolved_by_device():
@@ -59,6 +50,8 @@ def test_settings_are_resolved_by_device():
     shared = {group: [Settings().resolve("cuda", max_batch_size=rows, query_group=group, shared=True).block_size
                       for rows in (1, 4, 8, 16, 32)] for group in (1, 4, 8)}
     assert shared == {1: [16, 16, 8, 4, 4], 4: [16, 8, 4, 4, 2], 8: [8, 4, 4, 2, 2]}  # 128 queries at a time
+    assert [Settings(gamma=1, block_size=asked).resolve().block_size for asked in (2, 8, 9)] == [4, 8, 12]  # in fours
+    assert Settings(block_size=1, retrieval=False).resolve(has_model=False).block_size == 1
     for given in ({"gamma": 5}, {"gamma_inner": 5}):
         assert Settings(**given).resolve("cuda", max_batch_size=32, query_group=4, shared=True).block_size == 6
     assert Settings().resolve("cpu", max_batch_size=32, query_group=4, shared=True).block_size == 8
@@ -106,7 +99,6 @@ def test_ids_that_the_draft_does_not_know_are_refused(pair):
     small = Transformer.random(ModelConfig(40, 16, 1, 2, 2, 8, 32), seed=1, std=0.3)
     engine = engine_of((pair[0], small), budget=64)
     assert engine.vocab_size == 40
-    with pytest.raises(UserError, match="token id 50 is outside the vocabulary of 40"):
-        engine.generate([1, 50], 4)
+    refused("token id 50 is outside the vocabulary of 40", engine.generate, [1, 50], 4)
     tokens = engine.generate(random_prompt(50, vocab_size=40), 60, temperature=3.0, top_p=1.0).tokens
     assert len(tokens) == 60 and max(tokens) < 40

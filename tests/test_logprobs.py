@@ -3,14 +3,11 @@
 import math
 
 import pytest
-from conftest import VOCAB, make_engine, random_prompt, slow
+from conftest import SIZES, make_engine, random_prompt, slow
 from reference import reference_filter
-
-import triforce
 
 LAWS = [{"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.7, "top_p": 0.9}, {"temperature": 0.8, "top_k": 5},
         {"temperature": 1.2, "min_p": 0.1}, {"temperature": 0.0}]
-SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 
 
 def assert_right(engine, prompt, out, law, k, tolerance=2e-4):
@@ -70,12 +67,3 @@ def test_bias_counts_in_the_law_alone(pair):
     assert out.tokens == [5] * 20 and all(told.logprob > -1e-6 > told.model_logprob for told in out.logprobs)
     logits = engine.logits([prompt + out.tokens])[0, len(prompt) - 1 : -1].log_softmax(-1)
     assert [told.model_logprob for told in out.logprobs] == pytest.approx(logits[:, 5].tolist(), abs=2e-4)
-
-
-@pytest.mark.parametrize("k, text", [(-1, "logprobs (-1) must be a whole number, at least 0; try 5"),
-                                     (True, "logprobs (True)"), (1.5, "logprobs (1.5)"),
-                                     (VOCAB + 1, "logprobs (65) must be at most 64, the size of the vocabulary")])
-def test_how_many_may_be_asked_for(pair, k, text):
-    with pytest.raises(triforce.UserError) as error:
-        make_engine(*pair, **SIZES).generate([5], 4, logprobs=k)
-    assert text in str(error.value)

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from conftest import make_engine, random_pair, random_prompt
+from conftest import make_engine, random_pair, random_prompt, refused
 
 import triforce
-from triforce import UserError, cli
+from triforce import UserError
 from triforce.cli import run
 from triforce.engine.engine import Engine
 
@@ -43,8 +43,7 @@ def tiny():
     (lambda engine: triforce.load("tiny", device="cpu", retrieval="no"), "retrieval .'no'. must be True or False"),
 ])
 def test_it_is_told_in_a_line(tiny, call, message):
-    with pytest.raises(UserError, match=message):
-        call(tiny)
+    refused(message, call, tiny)
 
 
 def test_what_makes_no_drafter_is_told():
@@ -60,15 +59,13 @@ def test_a_window_is_no_larger_than_its_row():
     assert 100 < drafter.cache.window_size <= state.capacity < 10_000
 
 
-def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
+def test_lines_without_a_seed_differ_between_batches(tmp_path, command):
     """Where another line has one: they are drawn, or count from --seed."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "seed": 5}\n"the same"\n{"prompt": "b", "seed": 5}\n"the same"\n')
     flags = ["--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "2", "--device", "cpu"]
-    found = []
-    for more in ([], [], ["--seed", "7"]):
-        assert cli.main([*flags, *more]) == 0
-        found.append([json.loads(line)["stats"]["seed"] for line in capsys.readouterr().out.splitlines()])
+    found = [[json.loads(line)["stats"]["seed"] for line in command(*flags, *more).out.splitlines()]
+             for more in ([], [], ["--seed", "7"])]
     assert found[2] == [5, 8, 5, 10]
     assert all(seeds[0] == seeds[2] == 5 and seeds[1] != seeds[3] for seeds in found)
     assert found[0][1] != found[1][1]
@@ -81,25 +78,23 @@ def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
     (["--questions", "{file}"], "line 1 of --questions"),
     (["--questions", "{long}", "--max-seq-len", "700"], "line 2 of --questions"),
 ])
-def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, tmp_path, capsys, monkeypatch):
+def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, tmp_path, command, monkeypatch):
     file = tmp_path / "questions.jsonl"
     file.write_text('{"question": "who?", "seed": 99999999999999999999999}\n{"question": "where?"}\n')
     monkeypatch.setattr(Engine, "prefill", lambda *args, **options: pytest.fail("prefilled"))
     long = tmp_path / "long.txt"
     long.write_text("who?\n" + "what of it " * 200)
     flags = [flag.format(file=file, long=long) for flag in flags]
-    assert cli.main(["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]) == 2
-    assert message in capsys.readouterr().err
+    asked = ["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]
+    assert message in command(*asked, status=2).err
 
 
 def test_a_conversation_that_is_too_long_says_what_there_is_to_do():
     engine = triforce.load("tiny", device="cpu", max_seq_len=60)
     chat, book = engine.chat(max_new_tokens=20), engine.prefill(list(range(3, 30)))
-    with pytest.raises(UserError, match="cut the prompt by"):
-        chat.send("word " * 60)
+    refused("cut the prompt by", chat.send, "word " * 60)
     with pytest.raises(UserError, match="take turns back with undo, .* or ask for fewer new ones"):
         for _ in range(9):
             chat.send("What is this?", ignore_eos=True)
     chat.undo()
-    with pytest.raises(UserError, match="cut the question by"):
-        engine.chat(book).send("word " * 60, max_new_tokens=5)
+    refused("cut the question by", engine.chat(book).send, "word " * 60, max_new_tokens=5)

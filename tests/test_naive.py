@@ -1,7 +1,5 @@
-"""The library says what the naive method says, token for token. So the naive method has the library's distribution.
-
-A promise of the whole library, not of one module.
-"""
+"""The library says what the naive method says, token for token. So the naive method has the library's distribution. A
+promise of the whole library, not of one module."""
 
 import itertools
 from dataclasses import replace
@@ -85,19 +83,13 @@ QUICK = [("newest", "hierarchy", "greedy", 0), ("newest", "hierarchy", "coupled"
 CASES = list(itertools.product(SEEN, LEVELS, SAMPLINGS, (0, 1)))
 
 
-@pytest.mark.parametrize("seen,levels,sampling,seed", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
-def test_the_library_says_what_the_naive_method_says(models, seen, levels, sampling, seed):
-    assert_same(models, seen, levels, sampling, seed)
-
-
-@pytest.mark.parametrize("more", [{"nope_layers": (0,)}, {"sliding_layers": (0,), "sliding_window": 48}], ids=str)
-def test_layers_of_several_kinds_say_what_the_naive_method_says(more):
-    """Without rotation, or with a window."""
-    assert_same(make_pair(**more), "newest", "hierarchy", "drawn", 0)
-
-
+@pytest.mark.parametrize("seen,levels,sampling,seed,more", [
+    *((*case, {}) for case in QUICK), *slow(*((*case, {}) for case in CASES if case not in QUICK)),
+    *(("newest", "hierarchy", "drawn", 0, more) for more in ({"nope_layers": (0,)},  # without rotation; with a window
+                                                             {"sliding_layers": (0,), "sliding_window": 48}))])
 @torch.inference_mode()
-def assert_same(models, seen: str, levels: str, sampling: str, seed: int) -> None:
+def test_the_library_says_what_the_naive_method_says(models, seen, levels, sampling, seed, more):
+    models = make_pair(**more) if more else models
     state, same, prompt = both(models, levels, SAMPLINGS[sampling], seed, *SEEN[seen])
     text, first, outer, inner = list(prompt), len(prompt) - 1 - same.newest, torch.zeros(2), torch.zeros(2)
     for brought in same.generate(prompt):

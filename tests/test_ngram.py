@@ -55,3 +55,17 @@ def test_the_meter_knows_a_quote():
     meter.update([1000])
     assert meter.rate < 0.1
     assert NgramMeter([5]).rate < 0.2
+
+
+def test_a_look_up_finds_the_latest_match_of_a_million():
+    million = 2**20
+    tape = Tape.allocate(1, million, 64, "cpu")
+    tape.tokens[0] = torch.randint(40, (million,), generator=torch.Generator().manual_seed(3))
+    end, newest = million - 20, torch.tensor([50, 51, 52, 53])
+    for place in (1000, million - 500):
+        tape.tokens[0, place : place + 4] = newest
+    tape.tokens[0, end - 3 : end + 1] = newest
+    drafter = NgramDrafter(tape, max_drafted=4, compiler=Compiler(tape.tokens.device))
+    expected = tape.tokens[0, million - 496 : million - 492].tolist()
+    assert drafter.propose(torch.tensor([end]), DraftPlan(4, "ngram"), None).tolist() == [4]
+    assert tape.read(torch.tensor([end + 1]), TokenTree(4))[0].tolist() == expected

@@ -1,20 +1,14 @@
-"""Several ranks against one, as processes on a CPU; and what ranks share, without processes.
+"""Several ranks against one, as processes on a CPU; and what ranks share, without processes. Most of it is a promise of
+the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs."""
 
-Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
-"""
-
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
+from conftest import python, refused, slow
 from families import build, config_json, save
 from widen import shard
 
-from triforce import cli
 from triforce.engine.loading import check_draft_ranks
 from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model
@@ -23,31 +17,21 @@ from triforce.model import ModelConfig
 from triforce.parallel import Group, from_environment, shard_config
 
 CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48)
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def torchrun(count: int, *command: str, **kw) -> subprocess.CompletedProcess:
-    return run([*TORCHRUN, str(count), *command], **kw)
-
-
-def run(command: list[str], **kw) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **{"timeout": 240, **kw})
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.mark.parametrize("count", slow(2, 4, 8))
 def test_ranks_compute_what_one_computes(count):
-    done = run([sys.executable, "tests/parallel_worker.py", str(count)])
+    done = python("tests/parallel_worker.py", count)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(f"rank {rank} of {count} done" in done.stdout for rank in range(count))
 
 
-def test_the_command_line_speaks_once(capsys):
+def test_the_command_line_speaks_once(command):
     flags = ["--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
     text = "It was the best of times, it was the worst of times, it was the age of wisdom."
-    assert cli.main(["--prompt", text, *flags]) == 0
-    alone = capsys.readouterr().out
-    shared = torchrun(2, "generate.py", "--prompt-file", "-", *flags, input=text)
+    alone = command("--prompt", text, *flags).out
+    shared = python(*TORCHRUN, 2, "generate.py", "--prompt-file", "-", *flags, input=text)
     assert shared.returncode == 0, shared.stderr[-3000:]
     assert shared.stdout == alone != ""
     assert shared.stderr.count("time per token") == 1
@@ -59,12 +43,9 @@ def test_draft_ranks_are_checked():
     assert check_draft_ranks([0], group, config) is None
     for ranks, message in (([1], "first one 0"), ([0, 4], "below 4"), ([], "first one 0"), ([0, 1, 1], "ascending"),
                            ([0, 1, 2, 3], "4 ranks cannot share")):
-        with pytest.raises(UserError, match=message):
-            check_draft_ranks(ranks, group, config)
-    with pytest.raises(UserError, match="start with torchrun"):
-        check_draft_ranks([0], None, config)
-    with pytest.raises(UserError, match="add --draft"):
-        check_draft_ranks([0], group, None)
+        refused(message, check_draft_ranks, ranks, group, config)
+    refused("start with torchrun", check_draft_ranks, [0], None, config)
+    refused("add --draft", check_draft_ranks, [0], group, None)
 
 
 def test_a_share_of_a_config():
@@ -88,23 +69,21 @@ def test_half_an_environment_is_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(UserError, match=r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun"):
-        from_environment("cpu")
+    refused(r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun", from_environment, "cpu")
 
 
 @pytest.mark.slow
 def test_a_mistake_that_rank_0_finds_is_told_once():
-    done = torchrun(2, "generate.py", "--prompt", "", "--device", "cpu")
+    done = python(*TORCHRUN, 2, "generate.py", "--prompt", "", "--device", "cpu")
     assert done.returncode != 0 and "the prompt is empty" in done.stderr
     assert "cli/main.py" not in done.stderr  # torchrun has a traceback of its own
 
 
 @pytest.mark.quick
-def test_a_rank_without_others_is_no_rank(monkeypatch, capsys):
+def test_a_rank_without_others_is_no_rank(monkeypatch, command):
     monkeypatch.setenv("RANK", "abc")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert cli.main(["--foo"]) == 2
-    assert capsys.readouterr().err.startswith("error: --foo is not a known flag")
+    assert command("--foo", status=2).err.startswith("error: --foo is not a known flag")
 
 
 @pytest.mark.parametrize("family", ["Qwen3, biases", "Phi-4-mini", "GLM-4-9B", "Qwen3-30B-A3B", "gpt-oss"])

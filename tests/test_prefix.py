@@ -4,15 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from conftest import (
-    assert_view_holds_its_selection,
-    bits_of_rows,
-    make_engine,
-    make_state,
-    random_prompt,
-    run_rounds,
-    slow,
-)
+from conftest import assert_view_holds_its_selection, bits_of_rows, make_state, random_prompt, run_rounds, slow
 
 from triforce import attention
 from triforce.attention import dense, merge, merge_parts, parts_of_keys
@@ -37,16 +29,11 @@ def digest(store) -> str:
 
 
 @pytest.mark.parametrize("kind", [*FAST, *slow(*sorted(KINDS.keys() - {*FAST}))])
-def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, monkeypatch):
+def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, monkeypatch, watched):
     """The same with speculation on and off; the tokens are those of rows that share nothing; the document's keys and
     values stay what they were. Rows flush, at different times."""
-    queries, function = [], blocks.over_shared  # how many queries each attention over the document had
-
-    def counted(prefix, i, q, *args, **more):
-        queries.append(q.shape[0] * q.shape[2])
-        return function(prefix, i, q, *args, **more)
-
-    monkeypatch.setattr(blocks, "over_shared", counted)
+    # How many queries each attention over the document had.
+    queries = watched(blocks, "over_shared", lambda prefix, i, q, *args, **more: q.shape[0] * q.shape[2])
     monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 100)
     made = {"keep_logits": True, "max_new_tokens": 60, **KINDS[kind]}
     state = make_state(*pair, PROMPTS, base=BASE, **made)
@@ -121,11 +108,9 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
         assert common.positions(0, 0)[0].sort().values.tolist() == expected
 
 
-def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
-    made, choose = [], RetrievalView._select_and_copy
-    monkeypatch.setattr(RetrievalView, "_select_and_copy", lambda view: made.append(view) or choose(view))
+def test_what_rows_share_is_chosen_anew_once_for_all(pair, watched):
+    made = watched(RetrievalView, "_select_and_copy", lambda view: view)
     state = make_state(*pair, PROMPTS, base=BASE, rebuild_interval=8, budget=160, recent=0.5, capacity=320)
-    assert not made
     state.round(AUTOREGRESSION)
     assert not made
     for count in range(1, 4):
@@ -136,29 +121,22 @@ def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
 
 
 def test_a_number_repeats_a_text_over_what_streams_past(pair):
-    """What an earlier call selected drafts for nobody: until a view is gathered, rounds draft nothing."""
+    """What an earlier call selected drafts for nobody: until a view is gathered, rounds draft nothing. It is
+    empty until the first verify streams the document past; then it holds what it says."""
     state = make_state(*pair, PROMPTS, base=BASE, num_resident_layers=0, piece_tokens=48, gamma=4,
                        sampling={"temperature": 1.0, "seed": [3, 4, 5]})
-    texts, first = [], []
+    view, texts, first = state.hierarchy.view.shared, [], []
+    with pytest.raises(AssertionError):
+        assert_view_holds_its_selection(view)
     for _ in range(3):
+        assert view.awaiting
         first.append([len(new) for new in state.round()])
-        assert state.last_round.plan.gamma == 0 and not state.hierarchy.view.shared.is_stale
+        assert state.last_round.plan.gamma == 0 and not view.is_stale and not view.awaiting
+        assert_view_holds_its_selection(view)
         texts.append(run_rounds(state, 40))
         assert state.last_round.plan.retrieval
         state.rewind(60)
     assert first == [[1, 1, 1]] * 3 and texts[0] == texts[1] == texts[2]
-
-
-def test_what_streams_past_is_gathered_for_all_rows(pair):
-    """The view of an offloaded document is empty until the first verify streams it past; then it holds what it says."""
-    prompts = PROMPTS[::2]  # neither fills a flush interval with its next token
-    state = make_state(*pair, prompts, base=BASE, num_resident_layers=1, piece_tokens=48)
-    assert state.hierarchy.view.shared.awaiting
-    with pytest.raises(AssertionError):
-        assert_view_holds_its_selection(state.hierarchy.view.shared)
-    state.round(AUTOREGRESSION)
-    assert not state.hierarchy.view.shared.awaiting
-    assert_view_holds_its_selection(state.hierarchy.view.shared)
 
 
 def test_parts_of_the_keys_merge_to_the_whole():
@@ -173,21 +151,3 @@ def test_parts_of_the_keys_merge_to_the_whole():
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("length", [16, 47, 48, 64])
-def test_a_document_of_whole_intervals_is_continued_without_a_question(pair, length):
-    """Its last token is pending, and no part of what is shared."""
-    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_batch_size=3)
-    document, law = random_prompt(length), {"temperature": 0.0, "ignore_eos": True}
-    book = engine.prefill(document)
-    assert book.num_shared == length // 16 * 16
-    expected = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, reuse=False).generate(document, 8, **law)
-    question = random_prompt(5, seed=1)
-    alone = engine.generate(question, 8, prefix=book, **law)
-    samples = engine.generate("", 8, prefix=book, num_samples=3, **law)
-    assert [one.tokens for one in samples] == [expected.tokens] * 3
-    assert engine.generate("", 8, prefix=book, **law).tokens == expected.tokens
-    assert [one.tokens for one in engine.generate(["", question], 8, prefix=book, **law)] == [expected.tokens,
-                                                                                             alone.tokens]

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_engine, random_prompt
+from conftest import SIZES, make_engine, random_prompt, refused
 
-from triforce import UserError, cli
+from triforce import UserError
+from triforce.engine.buffers import Buffers
 from triforce.engine.prompt_cache_folder import PromptCacheFolder
 from triforce.model import Transformer
 
 TEXT = random_prompt(700)
-SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
+SETTINGS = {**SIZES, "prefill_chunk_size": 64, "gamma": 4}
 
 
 def files(folder) -> list[str]:
@@ -165,20 +166,15 @@ def test_room_is_made_before_a_file_is_written(pair, tmp_path, monkeypatch):
     assert name != old and name.endswith(".safetensors")
 
 
-def test_mistakes_and_the_command_line(pair, tmp_path, capsys, monkeypatch):
+def test_mistakes_and_the_command_line(pair, tmp_path, command, watched):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match="cannot keep prompts in .*give another cache_dir"):
-        make_engine(*pair, cache_dir=tmp_path / "file")
-    with pytest.raises(UserError, match="cache_dir_size"):
-        make_engine(*pair, cache_dir=tmp_path, cache_dir_size="much")
+    refused("cannot keep prompts in .*give another cache_dir", make_engine, *pair, cache_dir=tmp_path / "file")
+    refused("cache_dir_size", make_engine, *pair, cache_dir=tmp_path, cache_dir_size="much")
     book = tmp_path / "book.txt"
     book.write_text("The sea was calm, and the men said nothing of what they had seen. " * 120)
-    command = ["--prompt-file", str(book), "--question", "Who?", "--cache-dir", str(tmp_path / "kept"), "--device",
-               "cpu", "--max-new-tokens", "4", "--temperature", "0", "--json"]
-    assert cli.main(command) == 0
-    first = capsys.readouterr().out
+    ask = ["--prompt-file", str(book), "--question", "Who?", "--cache-dir", str(tmp_path / "kept"), "--device",
+           "cpu", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+    first = json.loads(command(*ask).out)["text"]
     assert len(files(tmp_path / "kept")) == 1
-    read = []
-    monkeypatch.setattr("triforce.engine.buffers.Buffers._compute", lambda *a, **k: read.append(a))
-    assert cli.main(command) == 0  # nothing of the document is computed
-    assert read == [] and json.loads(capsys.readouterr().out)["text"] == json.loads(first)["text"]
+    read = watched(Buffers, "_compute", lambda *args: args)  # nothing of the document is computed
+    assert json.loads(command(*ask).out)["text"] == first and read == []

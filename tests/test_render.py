@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import ROOT, SIZES, make_engine, random_prompt
 from tqdm import tqdm
 
 from triforce import cli, render
@@ -20,12 +19,9 @@ from triforce.cli.interactive import reply
 from triforce.engine.output import Generation, Stats
 from triforce.render import COLOURS, Bar, Console, consoles, draw, in_notebook, visible
 
-SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 EVIL = "a\x1b]0;title\x07b\x7fc\x9b2Jd\u202ee\u2066f\r\n\tg"
 SEEN = "a\u241b]0;title\u2407b\ufffdc\ufffd2Jd\ufffde\ufffdf\u240d\n\tg"
 
-
-# -- bars --------------------------------------------------------------------------------------------------------------
 
 class Drawn:
     """In the place of a bar of tqdm: what it was told."""
@@ -87,8 +83,6 @@ def test_a_notebook_without_widgets_gets_text(notebook, monkeypatch, capsys, rec
     assert not recwarn.list
 
 
-# -- levels ------------------------------------------------------------------------------------------------------------
-
 def made(pieces, levels=None):
     levels = levels or ["draft"] * len(pieces)
     return Generation("".join(pieces), [*range(len(pieces))], "length", Stats(5, new_tokens=len(pieces), seed=77),
@@ -131,17 +125,14 @@ def plain(text: str) -> str:
     return re.sub(r"\033\[\d+m", "", text)
 
 
-def test_show_levels(capsys, monkeypatch):
+def test_show_levels(command, monkeypatch):
     """Colours on a terminal, and where they are forced; none in a file."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert cli.main(FLAGS) == 0
-    expected = capsys.readouterr().out
-    assert cli.main([*FLAGS, "--show-levels"]) == 0
-    out, err = capsys.readouterr()
+    expected = command(*FLAGS).out
+    out, err = command(*FLAGS, "--show-levels")
     assert out == expected and "\033" not in err and "FORCE_COLOR=1" in err and "levels: draft" in err
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert cli.main([*FLAGS, "--show-levels"]) == 0
-    out, err = capsys.readouterr()
+    out, err = command(*FLAGS, "--show-levels")
     parts = re.findall(r"\033\[(\d+)m(.*?)\033\[0m", out, re.S)
     assert "".join(text for _, text in parts) == expected.removesuffix("\n") and plain(out) == expected
     assert {int(code) for code, _ in parts} == {COLOURS[level][1] for level in ("draft", "retrieval", "target")}
@@ -156,8 +147,6 @@ def test_each_piece_leaves_the_usual_colour_behind(tiny_engine):
     assert len(parts) > 3 and all(part.endswith("\033[0m") for part in parts)
     assert plain("".join(parts)) == stream.result.text
 
-
-# -- terminals ---------------------------------------------------------------------------------------------------------
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -229,7 +218,7 @@ def test_no_error_and_no_turn_controls_a_terminal(terminals, monkeypatch):
 def test_a_full_disk_is_told_as_one(flags):
     """Also where what is written at the end does not fit."""
     done = subprocess.run(f"{sys.executable} -m triforce {flags} > /dev/full", shell=True, text=True,
-                          capture_output=True, cwd=Path(__file__).parent.parent,
+                          capture_output=True, cwd=ROOT,
                           env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"})
     assert done.returncode == 2 and done.stderr == (
         "error: the output: No space left on device; mend that, and run the command again\n")

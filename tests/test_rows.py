@@ -1,9 +1,8 @@
 """A row of a step has the same bits wherever in the block it lies, on any number of a CPU's threads.
 
 With speculation a token is checked in some row of a block, without it in the first: that both have the same logits to
-the bit rests on this. Each test gives all rows the same numbers and wants the same from each.
-
-A promise of the whole library, not of one module.
+the bit rests on this. Each test gives all rows the same numbers and wants the same from each. A promise of the whole
+library, not of one module.
 """
 
 import math

@@ -1,7 +1,5 @@
-"""With coupled sampling a seed gives the same text and the same logits, whatever drafts: those of no speculation.
-
-A promise of the whole library, not of one module.
-"""
+"""With coupled sampling a seed gives the same text and the same logits, whatever drafts: those of no speculation. A
+promise of the whole library, not of one module."""
 
 from collections import Counter
 from dataclasses import replace
@@ -92,33 +90,24 @@ LEAVES = {"leaves": 1, "leaves_inner": 2}
 
 
 @pytest.mark.parametrize("law,drafter", CASES)
-def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
-    state, stores = made(models, law, drafter)
-    tokens, hashes, seen = rounds(state)
-    assert (tokens, hashes) == plain(law, **stores) and tokens == plain(law)[0]
-    assert state.num_flushes == 2 and seen["spine", 0] >= 2
-    if law == "own" and drafter in ("triforce", "retrieval", "draft", "offloaded"):
-        assert all(seen["spine", depth] for depth in (0, 1, 2, "all")), seen
-    if state.hierarchy.inner is not None and state.hierarchy.sources:
-        kept, drafted, _ = state.hierarchy.inner.totals[0].tolist()
-        assert drafted - kept >= 10  # rejections at the inner level, too
-    assert state.hierarchy.outer.draft_probs is None  # no laws are kept, nor passed
-
-
-@pytest.mark.parametrize("law,drafter", CASES)
-def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
+@pytest.mark.parametrize("shape", [{}, {**LEAVES, "block_size": 8}], ids=["chains", "leaves"])
+def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter, shape):
     """The same tokens and logits as without speculation, also where a leaf at the side of the drafted tokens was what
     the full level drew, and its keys and values moved to its position."""
-    state, stores = made(models, law, drafter, **LEAVES, block_size=8)
+    state, stores = made(models, law, drafter, **shape)
     tokens, hashes, seen = rounds(state)
-    assert (tokens, hashes) == plain(law, leaves=1, block_size=8, **stores)
+    outer, inner, least = state.hierarchy.outer, state.hierarchy.inner, 1 if law == "greedy" else 2
+    assert (tokens, hashes) == plain(law, **({"leaves": 1, "block_size": 8} if shape else {}), **stores)
     assert tokens == plain(law)[0]  # the shape of the block is not heard in the text
-    if "ngram" not in drafter:
-        least = 1 if law == "greedy" else 2  # the most probable word of a random draft is seldom that of the target
-        assert seen["beside"] >= least and seen["rejected"] >= 1 and state.num_flushes == 2
-        inner = state.hierarchy.inner
-        assert inner is None or not state.hierarchy.sources or inner.totals[0, 2] >= least
-    assert int(state.hierarchy.outer.totals[0, 2]) == seen["beside"]
+    assert int(outer.totals[0, 2]) == seen["beside"] and outer.draft_probs is None  # no laws are kept, nor passed
+    assert state.num_flushes == 2 or "ngram" in drafter and shape
+    inner = None if inner is None or not state.hierarchy.sources else inner.totals[0].tolist()
+    if not shape:
+        assert seen["spine", 0] >= 2 and (inner is None or inner[1] - inner[0] >= 10)  # rejections at that level, too
+        if law == "own" and drafter in ("triforce", "retrieval", "draft", "offloaded"):
+            assert all(seen["spine", depth] for depth in (0, 1, 2, "all")), seen
+    elif "ngram" not in drafter:  # the most probable word of a random draft is seldom that of the target
+        assert seen["beside"] >= least and seen["rejected"] >= 1 and (inner is None or inner[2] >= least)
 
 
 TREE = {"block_size": 16, "tree_size": 64, "gamma": 8, "leaves_inner": 2}
@@ -213,16 +202,16 @@ def test_rows_say_what_each_says_alone(models, rows_alone, shape):
     assert [row[:40] for row in rows] == [alone[0], [], alone[2]]
 
 
-@pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES)])
+@pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES), ("usual", {"retrieval": False})])
 def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
     """Every plan that a controller may choose, in random order, with a draft model and n-grams at once."""
-    costs = Costs({8: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
-    ways, dice = ways_of(Controller(costs, 7, 3).plans), Random(0)
+    costs = Costs({8: 1.0}, {4: 1.0} if "retrieval" not in shape else {}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
+    ways, dice = [way for way in ways_of(Controller(costs, 7, 3).plans) if way], Random(0)
     state, _ = made(models, law, "triforce", ngram=True, gamma=7, gamma_inner=3, **shape)
     for _ in range(2):
         *said, seen = rounds(state, lambda _: dice.choice(dice.choice(ways)))
         assert tuple(said) == plain(law, leaves=shape.get("leaves", 0))
-        assert all(seen["plan", way] for way in (None, "model", "ngram", "retrieval"))
+        assert sum(seen["plan", way] > 0 for way in (None, "model", "ngram", "retrieval")) == len(ways) >= 3
         state.rewind(400)
 
 

@@ -6,12 +6,11 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from conftest import make_engine, random_prompt, slow
+from conftest import SIZES, make_engine, random_prompt, slow
 
 from triforce.engine import buffers
 
-# Small, so that a short text is flushed, and its view chosen anew, many times.
-SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True, "max_seq_len": 4096}
+SETTINGS = {**SIZES, "retrieval": True, "max_seq_len": 4096}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPERATIONS = ("prefill", "save and open", "ask", "ask many", "fork", "together", "alone", "go on", "turn back",
               "break off", "send", "send", "send", "break off a turn", "undo", "undo")

@@ -13,7 +13,6 @@ import pytest
 from conftest import make_engine, random_prompt
 
 import triforce
-from triforce import cli
 from triforce.serve import Answers, Documents, Job, Listening, Refused, Server
 
 DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
@@ -144,10 +143,9 @@ def test_who_wants_no_pieces_gets_none(served):
     assert post(served, "/v1/chat/completions", {"messages": [5]})[0] == 400
 
 
-def test_a_port_that_is_taken(served, capsys):
+def test_a_port_that_is_taken(served, command):
     for port in (served[2].rpartition(":")[2], "99999"):
-        assert cli.main(["serve", "--port", port]) == 2
-        said = capsys.readouterr()
+        said = command("serve", "--port", port, status=2)
         assert "choose another --port" in said.err and len(said.err.splitlines()) == 1 and said.out == ""
 
 
@@ -175,38 +173,33 @@ def test_a_chat(served, client):
 
 
 @pytest.mark.slow
-def test_many_clients_over_three_documents(served, client):
+def test_many_clients_over_three_documents(served, client, watched):
     """In random order, some of whom go away: each answer is the engine's own; documents are computed once, and held;
     no thread and no job is left over."""
     engine, answers, _ = served
     cases = [(document, question) for document in range(3) for question in QUESTIONS]
     random.Random(0).shuffle(cases)
     limits = [random.Random(n).randint(4, 20) for n in range(len(cases))]
-    threads, prefilled, prefill = threading.active_count(), [], type(engine).prefill
-    sizes, answer = [], Answers._answer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine), "prefill", lambda self, ids, **more: prefilled.append(len(ids)) or prefill(
-            self, ids, **more))
-        patch.setattr(Answers, "_answer", lambda self, group: sizes.append(len(group)) or answer(self, group))
+    threads, prefilled = threading.active_count(), watched(type(engine), "prefill", lambda self, ids, **more: len(ids))
+    sizes = watched(Answers, "_answer", lambda self, group: len(group))
 
-        def ask(number):
-            document, question = cases[number]
-            how = {"model": "tiny", "prompt": DOCUMENTS[document] + question, "temperature": 0}
-            how["max_tokens"] = limits[number]
-            if number % 6 == 5:
-                stream = client.completions.create(stream=True, **how)
-                next(iter(stream))
-                stream.close()
-                return None
-            if number % 2:
-                return "".join(one.choices[0].text for one in client.completions.create(stream=True, **how))
-            found = client.completions.create(**how)
-            return found.choices[0].text
+    def ask(number):
+        document, question = cases[number]
+        how = {"model": "tiny", "prompt": DOCUMENTS[document] + question, "temperature": 0}
+        how["max_tokens"] = limits[number]
+        if number % 6 == 5:
+            stream = client.completions.create(stream=True, **how)
+            next(iter(stream))
+            stream.close()
+            return None
+        if number % 2:
+            return "".join(one.choices[0].text for one in client.completions.create(stream=True, **how))
+        return client.completions.create(**how).choices[0].text
 
-        with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(ask, range(len(cases))))
-        again = [client.completions.create(model="tiny", prompt=document + "Once more", max_tokens=2).usage
-                 for document in DOCUMENTS]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(ask, range(len(cases))))
+    again = [client.completions.create(model="tiny", prompt=document + "Once more", max_tokens=2).usage
+             for document in DOCUMENTS]
     assert len(prefilled) == 3 and max(sizes) > 2
     assert all(one.prompt_tokens_details.cached_tokens > 512 for one in again)
     for (document, question), limit, one in zip(cases, limits, found, strict=True):

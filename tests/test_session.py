@@ -4,10 +4,9 @@ import copy
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import make_engine, random_prompt, refused
 
 from triforce.decode.batch import DecodeBatch
-from triforce.errors import UserError
 from triforce.model import Transformer
 
 PREFILL = 100.0
@@ -93,5 +92,4 @@ def test_rows_that_have_ended_are_left_alone_and_report_what_was_theirs(pair, mo
 def test_what_just_fits_is_taken(pair, monkeypatch):
     engine = Timed(pair, monkeypatch).engine
     assert len(engine.generate(random_prompt(290), 10).tokens) == 10
-    with pytest.raises(UserError, match=r"exceed max_seq_len \(300\)"):
-        engine.generate(random_prompt(290), 11)
+    refused(r"exceed max_seq_len \(300\)", engine.generate, random_prompt(290), 11)

@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, python
 
 from triforce import cli
 from triforce.cli.main import importing
 from triforce.runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 
-ROOT = Path(__file__).parent.parent
 START = "import sys; from triforce.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -71,8 +70,8 @@ def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored, ar
     (["--prompt", "a"], "OSError: libcudart.so.12: cannot open it")])  # a library that is not there is named
 def test_flags_and_mistakes_do_not_wait_for_pytorch(argv, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open it')")
-    done = subprocess.run([sys.executable, "-c", START, *argv], cwd=ROOT, text=True, timeout=15, capture_output=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL)
+    done = python("-c", START, *argv, timeout=15, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                  stdin=subprocess.DEVNULL)
     assert said in done.stdout + done.stderr and ("libcudart" in done.stderr) == ("libcudart" in said)
 
 

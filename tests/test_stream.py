@@ -4,18 +4,16 @@ import threading
 import time
 
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import SIZES, make_engine, random_prompt, refused
 
 import triforce
-from triforce import UserError
 
-SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 PROMPT = random_prompt(100)
 
 
 def test_another_thread_ends_it(pair):
     """As a server does whose client is gone: after the round that is under way."""
-    engine, is_round, closed = make_engine(*pair, **SETTINGS), threading.Event(), threading.Event()
+    engine, is_round, closed = make_engine(*pair, **SIZES), threading.Event(), threading.Event()
     stream = engine.stream(PROMPT, 200, temperature=0.0, on_decode=lambda count: (is_round.set(), closed.wait(20)))
 
     def end():
@@ -43,7 +41,7 @@ def test_a_turn_that_a_callback_ends_is_kept_as_it_was_given():
 
 def test_a_stream_that_nobody_wants_any_more_computes_nothing(pair):
     """While it waited for another call, it was closed."""
-    engine, seen, ended = make_engine(*pair, **SETTINGS), [], []
+    engine, seen, ended = make_engine(*pair, **SIZES), [], []
     stream = engine.stream(PROMPT, 200, temperature=0.0, on_prefill=seen.append)
     iterating = threading.Thread(target=lambda: ended.append(list(stream)))
 
@@ -59,11 +57,10 @@ def test_a_stream_that_nobody_wants_any_more_computes_nothing(pair):
 
 
 def test_two_threads_cannot_iterate_over_one(pair):
-    engine, told = make_engine(*pair, **SETTINGS), []
+    engine, told = make_engine(*pair, **SIZES), []
 
     def iterate_too(count):
-        with pytest.raises(UserError, match="give each thread a stream of its own"):
-            next(stream)
+        refused("give each thread a stream of its own", next, stream)
         told.append(count)
 
     stream = engine.stream(PROMPT, 9, temperature=0.0, on_decode=iterate_too)
@@ -99,7 +96,9 @@ def test_several_prompts(size):
         spans[number] += "".join(level[0] * len(text) for text, level in stream.spans)
     assert texts == [one.text for one in alone] == [one.text for one in stream.results]
     assert [one.tokens for one in stream.results] == [one.tokens for one in alone]
-    assert all("t" in one and len(one) == len(text) for one, text in zip(spans, texts, strict=True))
+    for one, result in zip(spans, stream.results, strict=True):
+        told = zip(result.pieces, result.levels, strict=True)
+        assert "t" in one and one == "".join(level[0] * len(text) for text, level in told)
     stream = engine.stream(prompts, 40, **how)
     for number, _ in stream:
         if number == 1:

@@ -3,7 +3,6 @@ made up. What a real GPU does: test_cuda.py."""
 
 import contextlib
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from triforce.runtime.streams import ComputeStream
 from triforce.runtime.threads import Threads
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -136,28 +136,22 @@ def test_with_odd_flush_intervals_nothing_is_chosen(four, world, interval, dtype
         assert torch.get_num_threads() == expected
 
 
-GPU = torch.device("cuda", 0)
-
-
-class FakeStream:
-    device = GPU
-
-    def __init__(self, name: str, log: list):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other) -> None:
-        self.log.append((self.name, other.name))
+class FakeStream(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 class Gpu:
     """In place of `torch.cuda`: what waits for which stream is noted down."""
 
     def __init__(self):
-        self.log, self.here = [], threading.local()
-        self.default = FakeStream("default", self.log)
+        self.log = []
+        self.default = self.here = self.named("default")
+
+    def named(self, name: str) -> FakeStream:
+        return FakeStream(name=name, device=GPU, wait_stream=lambda other: self.log.append((name, other.name)))
 
     def Stream(self, device, priority=0):  # noqa: N802
-        return FakeStream("own", self.log)
+        return self.named("own")
 
     def current_device(self):
         return 0
@@ -166,15 +160,15 @@ class Gpu:
         return self.default
 
     def current_stream(self, device):
-        return getattr(self.here, "stream", self.default)
+        return self.here
 
     @contextlib.contextmanager
     def stream(self, stream):
-        before, self.here.stream = self.current_stream(GPU), stream
+        before, self.here = self.here, stream
         try:
             yield
         finally:
-            self.here.stream = before
+            self.here = before
 
 
 def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):

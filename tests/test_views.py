@@ -4,8 +4,7 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
 
-from triforce.cache import views
-from triforce.cache.views import chunk_scores
+from triforce.cache.views import RetrievalView, chunk_scores
 from triforce.decode.plan import DraftPlan
 
 
@@ -38,16 +37,10 @@ def test_queries_of_the_last_conversation_do_not_choose(pair):
     assert chosen(used) == chosen(fresh)
 
 
-def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
+def test_a_view_is_chosen_when_a_round_first_reads_it(pair, watched):
     """A text that never drafts from its views chooses none. One that begins to, much later, goes by its newest
     tokens."""
-    made, choose = [], views.RetrievalView._select_and_copy
-
-    def noted(self):
-        made.append(int(self._row))
-        choose(self)
-
-    monkeypatch.setattr(views.RetrievalView, "_select_and_copy", noted)
+    made = watched(RetrievalView, "_select_and_copy", lambda view: int(view._row))
     state = make_state(*pair, [random_prompt(300), random_prompt(40, seed=1)], sampling={"temperature": 0.9})
     view, without, drafts = state.hierarchy.view, DraftPlan(3, "model"), DraftPlan(4, "model", True, 2, 2)
     for _ in range(2):  # once more after a return to the prompts' ends
@@ -61,21 +54,6 @@ def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
             assert_view_holds_its_selection(state.hierarchy.view, row)
         state.rewind(512)
         made.clear()
-
-
-def test_scores_are_those_of_kept_rows():
-    """Whatever the queries of rejected tokens are; in grouped queries, too, where rows of two heads stand together."""
-    torch.manual_seed(0)
-    queries, keys = torch.randn(4, 6, 8), torch.randn(2, 30, 8)
-    weight, mask = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.zeros(30)
-    mask[:3] = mask[25:] = float("-inf")
-    found = chunk_scores(queries, keys, weight, mask)
-    for head in range(2):
-        expected = sum((keys[head, 3:25] @ queries[2 * head + g, row] * 8**-0.5).softmax(0)
-                       for g in range(2) for row in range(3))
-        torch.testing.assert_close(found[head, 3:25], expected)
-    queries[:, 3:] = 100 * torch.randn(4, 3, 8)
-    assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
 
 
 def test_chunks_are_scored_where_products_leave_the_range_of_float16():

@@ -1,7 +1,5 @@
 """Tokenizer folders of every kind, small and trained in a moment but laid out as published, and 200 texts to encode.
-
-Knows nothing of what is tested with them.
-"""
+Knows nothing of what is tested with them."""
 
 import json
 import random

@@ -32,6 +32,8 @@ class Experts(nn.Module):
     A step reads the experts that its rows have chosen where a device has a product for that, and otherwise all.
     """
 
+    is_grouped = False  # by `has_grouped_product`, once it is known where the weights lie
+
     def __init__(self, config):
         super().__init__()
         self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
@@ -48,7 +50,7 @@ class Experts(nn.Module):
         weight = weight / weight.sum(-1, keepdim=True) if self.weighs_anew else weight
         if is_prefill:
             out = self._one_by_one(rows, weight.to(x.dtype), chosen)
-        elif len(rows) > 1 and has_grouped_product(x.device, x.dtype):
+        elif self.is_grouped and len(rows) > 1:
             out = self._grouped(rows, weight, chosen)
         elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
             out = self._mlp(rows[:, None, None], chosen).squeeze(2)  # [N, k, dim]
@@ -99,7 +101,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-@torch.compiler.assume_constant_result
 def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a GPU has a kernel for it. Elsewhere PyTorch loops over the experts on the host."""
     return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import attention, cpu, fp8
-from .experts import Experts
+from .experts import Experts, has_grouped_product
 from .fp8 import FP8, Float8
 
 
@@ -413,6 +413,8 @@ class Transformer(nn.Module):
             model.output.weight = model.embedding.weight
         model.rope.to(device)
         fp8.place(model, device)
+        for layer in model.layers if config.num_experts else ():
+            layer.mlp.is_grouped = has_grouped_product(torch.device(device), dtype)
         if torch.device(device).type == "cpu":
             cpu.adapt(model)
         return model.eval()

@@ -6,11 +6,9 @@ With `nth`, the nth of those that fit is meant, counted from the top, or all of 
 """
 
 import ast
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WRAPPER = "__fault__"  # the name of a wrapping hook in a module's namespace
 VARIABLE = "TRIFORCE_FAULT"  # tells processes that tests start
 OPERATORS = {"<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "==": ast.Eq, "!=": ast.NotEq, "in": ast.In,
              "not in": ast.NotIn, "is": ast.Is, "is not": ast.IsNot, "+": ast.Add, "-": ast.Sub, "*": ast.Mult,
@@ -30,12 +27,7 @@ class Misfit(Exception):
     """A fault that does not fit the code."""
 
 
-@dataclass(frozen=True)
-class Hook:
-    """Either edits the syntax tree of a function or of an assignment, or wraps the function."""
-
-    edit: Callable[[ast.AST], None] | None = None
-    wrap: Callable[[Callable], Callable] | None = None
+Hook = Callable[[ast.AST], None]  # edits the syntax tree of a function or of an assignment
 
 
 @dataclass(frozen=True)
@@ -55,36 +47,30 @@ class Fault:
         return ROOT / (self.module.replace(".", "/") + ".py")
 
 
-# -- hooks that wrap ---------------------------------------------------------------------------------------------------
+# -- hooks -------------------------------------------------------------------------------------------------------------
 
 
-def result(change: Callable) -> Hook:
-    """The function returns `change` of what it returns."""
-    return Hook(wrap=lambda function: functools.wraps(function)(lambda *args, **kw: change(function(*args, **kw))))
+def result(expression: str) -> Hook:
+    """The function returns an expression of what it returns, `found`."""
+    return _replacing(lambda node: isinstance(node, ast.Return), lambda node: ast.Return(ast.Call(
+        _parsed(f"lambda found: {expression}"), [node.value], [])), 0, "return")
 
 
 def nothing(value=None) -> Hook:
     """The function does nothing."""
-    return Hook(wrap=lambda function: functools.wraps(function)(lambda *args, **kw: value))
+    return lambda function: function.body.insert(0, ast.Return(ast.Constant(value)))
 
 
-def given(**changes: Callable) -> Hook:
-    """The function gets `change` of an argument, for each that is named."""
-    def wrap(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def changed(*args, **kw):
-            bound = inspect.signature(function).bind(*args, **kw)
-            bound.apply_defaults()
-            for name, change in changes.items():
-                bound.arguments[name] = change(bound.arguments[name])
-            return function(*bound.args, **bound.kwargs)
+def given(**changes: str) -> Hook:
+    """The function gets an expression in place of an argument, for each that is named."""
+    def edit(function: ast.AST) -> None:
+        names = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+        for name, expression in changes.items():
+            if name not in names:
+                raise Misfit(f"there is no argument {name}")
+            function.body[:0] = ast.parse(f"{name} = {expression}").body
 
-        return changed
-
-    return Hook(wrap=wrap)
-
-
-# -- hooks that edit ---------------------------------------------------------------------------------------------------
+    return edit
 
 
 def op(old: str, new: str, nth: int = 1) -> Hook:
@@ -102,27 +88,18 @@ def op(old: str, new: str, nth: int = 1) -> Hook:
 
 def name(old: str, new: str, nth: int = 1) -> Hook:
     """A name, or that of an attribute, becomes another: of a function that is called, or of a variable that is read."""
-    def places(node: ast.AST) -> Iterator[Callable]:
-        if isinstance(node, ast.Name) and node.id == old and isinstance(node.ctx, ast.Load):
-            yield lambda: setattr(node, "id", new)
-        elif isinstance(node, ast.Attribute) and node.attr == old:
-            yield lambda: setattr(node, "attr", new)
+    def change(node: ast.AST) -> ast.AST:
+        setattr(node, "id" if isinstance(node, ast.Name) else "attr", new)
+        return node
 
-    return _editing(places, nth, f"name {old}")
+    return _replacing(lambda node: getattr(node, "id", getattr(node, "attr", None)) == old
+                      and isinstance(node.ctx, ast.Load), change, nth, f"name {old}")
 
 
 def const(old, new, nth: int = 1) -> Hook:
     """A literal becomes another."""
-    def places(node: ast.AST) -> Iterator[Callable]:
-        if isinstance(node, ast.Constant) and type(node.value) is type(old) and node.value == old:
-            yield lambda: setattr(node, "value", new)
-
-    return _editing(places, nth, f"literal {old!r}")
-
-
-def value(expression: str) -> Hook:
-    """The constant has the value of an expression."""
-    return Hook(lambda node: setattr(node, "value", _parsed(expression)))
+    return _replacing(lambda node: isinstance(node, ast.Constant) and type(node.value) is type(old)
+                      and node.value == old, lambda node: ast.Constant(new), nth, f"literal {old!r}")
 
 
 def unset(target: str, nth: int = 1) -> Hook:
@@ -178,9 +155,9 @@ def cond(mentions: str, outcome: bool, nth: int = 1) -> Hook:
         fits = [one for one in conditions if _mentions(one, mentions)]
         inner = {id(one) for one in fits
                  if not any(other is not one and other in ast.walk(one) for other in fits)}
-        _replacing(lambda node: id(node) in inner, change, nth, f"condition with {mentions}").edit(function)
+        _replacing(lambda node: id(node) in inner, change, nth, f"condition with {mentions}")(function)
 
-    return Hook(edit)
+    return edit
 
 
 def _conditions(node: ast.AST) -> list[ast.expr]:
@@ -227,7 +204,7 @@ def _editing(places: Callable[[ast.AST], Iterator[Callable]], nth: int, what: st
         for change in _chosen([one for node in _in_order(function) for one in places(node)], nth, what):
             change()
 
-    return Hook(edit)
+    return edit
 
 
 def _replacing(fits: Callable[[ast.AST], bool], change: Callable, nth: int, what: str) -> Hook:
@@ -241,7 +218,7 @@ def _replacing(fits: Callable[[ast.AST], bool], change: Callable, nth: int, what
 
         Replacing().visit(function)
 
-    return Hook(edit)
+    return edit
 
 
 def _statements(fits: Callable[[ast.AST], bool], nth: int, what: str) -> Hook:
@@ -263,13 +240,10 @@ def faulty(fault: Fault, source: str) -> ast.Module:
         node = next((one for one in ast.walk(node) if one is not node and part in _names(one)), None)
         if node is None:
             raise Misfit(f"{fault.where} is gone")
-    if fault.hook.edit is None:
-        node.decorator_list.append(ast.Name(WRAPPER, ast.Load()))
-    else:
-        before = ast.dump(node)
-        fault.hook.edit(node)
-        if ast.dump(node) == before:
-            raise Misfit("changes nothing")
+    before = ast.dump(node)
+    fault.hook(node)
+    if ast.dump(node) == before:
+        raise Misfit("changes nothing")
     return ast.fix_missing_locations(tree)
 
 
@@ -288,10 +262,6 @@ class Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str):
         return compile(faulty(self.fault, self.get_source(fullname)), self.path, "exec", dont_inherit=True)
-
-    def exec_module(self, module) -> None:
-        setattr(module, WRAPPER, self.fault.hook.wrap)
-        super().exec_module(module)
 
 
 class Finder(importlib.abc.MetaPathFinder):
