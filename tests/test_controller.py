@@ -14,6 +14,7 @@ from controller import kept, milliseconds, one_round
 from triforce.decode.controller import Controller, Costs, Rate, emitted
 from triforce.decode.pilot import tally
 from triforce.decode.plan import DraftPlan, Padding
+from triforce.decode.tape import ACCEPTED, BONUS, MISSED
 from triforce.decode.verifier import RowRound
 
 UNPADDED = Padding(False, False, False)
@@ -200,6 +201,17 @@ def test_many_rows_try_what_lies_idle_no_oftener_than_one():
             tokens, seen = tally(plan, [RowRound([5], [], 0, plan.gamma, False)] * rows)
             controller.update(tokens, **seen)
     assert 0 < tried[32] <= tried[1]
+
+
+def test_what_counts_of_a_round():
+    """A drafter that proposed nothing has missed; what was checked behind a rejection, and a row that has ended, say
+    nothing."""
+    ended = RowRound([], [], 0, 4, False)
+    for count, drafted, seen in ((0, 0, (0, 1)), (2, 4, (2, 3)), (4, 4, (4, 4))):
+        row = RowRound([5] * (count + 1), [], count, drafted, False)
+        assert tally(DraftPlan(4, "model"), [row, ended]) == (count + 1, {"model": seen})
+    row = RowRound([5] * 3, [ACCEPTED, MISSED, ACCEPTED, BONUS], 2, 4, False)
+    assert tally(DraftPlan(4, "model", True, 1, 2), [row]) == (3, {"retrieval": (2, 3), "model": (1, 2)})
 
 
 def test_choosing_takes_no_time():

@@ -7,6 +7,7 @@ import torch
 from conftest import bits, bits_of_rows, make_engine, make_state, random_prompt, slow
 from families import build, config_json, save
 from torch.nn import functional as F
+from transformers import GptOssConfig
 
 import triforce
 from triforce import UserError
@@ -158,6 +159,13 @@ def test_what_is_not_built_is_refused(fields, message):
 def test_another_gpt_oss_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         config_from_hf({**config_json("gpt-oss"), **fields})
+
+
+def test_what_a_gpt_oss_leaves_out_is_as_in_transformers():
+    given, usual = config_json("gpt-oss"), GptOssConfig(num_hidden_layers=4)
+    for key in ("sliding_window", "layer_types", "attention_bias", "rms_norm_eps", "tie_word_embeddings"):
+        absent = {name: value for name, value in given.items() if name != key}
+        assert config_from_hf(absent) == config_from_hf({**given, key: getattr(usual, key)})
 
 
 def test_a_window_is_of_all_layers():

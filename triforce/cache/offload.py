@@ -61,11 +61,14 @@ class Offload:
             made = _huge_pages(shape, dtype) if self.on_cuda else torch.empty(shape, dtype=dtype, device=place)
             return made.zero_()
 
-        with ThreadPoolExecutor(MAKERS) as makers:  # by one thread each, where torchrun has started the process
+        makers = ThreadPoolExecutor(MAKERS)  # of one thread each, where torchrun has started the process
+        try:
             for i, made in zip(self.layers, makers.map(make, self.layers), strict=True):
                 self.host[i] = made
                 if self.on_cuda:
                     self._pin(made)
+        finally:
+            makers.shutdown(cancel_futures=True)  # a refusal, or Ctrl-C, waits for no more than is being made
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         fewest, most = STAGING_BUFFERS
