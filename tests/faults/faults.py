@@ -49,6 +49,11 @@ FAULTS = [
 
     # -- attention
     Fault("merge-weight", "attention:merge", "merged states weigh alike", name("lse_a", "lse_b"), "attention"),
+    Fault("sink-weight", "attention:join", "the larger a sink, the more the keys weigh", op("-", "+"),
+          "attention -k sink"),
+    Fault("experts-bias", "experts:Stack.parts", "an expert has no bias", cond("bias", True), "experts -k definition"),
+    Fault("mxfp4-exponent", "hf.packed:Mxfp4.wide", "packed weights are widened to twice as much", const(127, 126),
+          "quantized -k mxfp4"),
     Fault("merge-lse", "attention:merge", "a third state weighs too much", name("logaddexp", "maximum"), "attention"),
     Fault("fold-mask", "attention:fold_mask", "rows of a block get their neighbours' masks",
           given(visible="visible.roll(1, 1)"), "attention cache -k 'contribute or ragged'"),
@@ -327,9 +332,9 @@ FAULTS = [
     Fault("draft-reads-never", "engine.buffers:Buffers.fill", "what was taken back steers a draft",
           arg("prefill", "fresh", "False"), "reuse -k goes_on_with"),
     Fault("row-goes-on", "engine.session:Session.round", "a row that has ended goes on being decoded",
-          skip("close_row"), "session -k left_alone"),
+          skip("close_row", 2), "session -k left_alone"),
     Fault("rows-forwards", "engine.session:Session.round", "a row that ended early counts its neighbours' rounds",
-          unset("_results"), "engine -k statistics_of_a_batch"),
+          unset("_results", 2), "engine -k statistics_of_a_batch"),
     Fault("keeps-caches", "engine.session:Session.close", "an ended stream holds on to its caches", unset("state"),
           "engine -k holds_no_buffers"),
     Fault("stop-shown", "engine.output:RowOutput._may_become_stop", "a stop begins to show", nothing(0), "generation"),
