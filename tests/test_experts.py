@@ -17,7 +17,7 @@ from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.engine.memory import plan_memory
 from triforce.experts import Experts
 from triforce.hf.config import config_from_hf
-from triforce.model import ModelConfig, Transformer
+from triforce.model import ModelConfig, RopeScaling, Transformer
 
 CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 24, max_position_embeddings=8192, qk_norm=True, num_experts=16,
                      active_experts=2, weighs_anew=True, architecture="Qwen3MoeForCausalLM")
@@ -154,18 +154,26 @@ def test_what_is_not_built_is_refused(fields, message):
 
 @pytest.mark.parametrize("fields, message", [
     ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0.*must be 7.0"),
-    ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0.*must be 1.702"),
-    ({"rope_scaling": None}, "rope_scaling is missing, and must be said of a gpt-oss")])
+    ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0.*must be 1.702")])
 def test_another_gpt_oss_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         config_from_hf({**config_json("gpt-oss"), **fields})
 
 
 def test_what_a_gpt_oss_leaves_out_is_as_in_transformers():
+    """And a published one says no dtype; what is said of Gemma's pattern alone is not read."""
     given, usual = config_json("gpt-oss"), GptOssConfig(num_hidden_layers=4)
-    for key in ("sliding_window", "layer_types", "attention_bias", "rms_norm_eps", "tie_word_embeddings"):
-        absent = {name: value for name, value in given.items() if name != key}
-        assert config_from_hf(absent) == config_from_hf({**given, key: getattr(usual, key)})
+    said = {key: getattr(usual, key) for key in ("sliding_window", "layer_types", "attention_bias", "rms_norm_eps",
+                                                 "tie_word_embeddings", "head_dim", "max_position_embeddings")}
+    said["rope_scaling"] = {key: value for key, value in usual.rope_parameters.items() if key != "rope_theta"}
+    for key, value in said.items():
+        absent = {name: other for name, other in given.items() if name != key}
+        assert config_from_hf(absent) == config_from_hf({**given, key: value})
+    plain = {"rope_type": "default", "rope_theta": 150000}
+    assert config_from_hf({**given, "rope_scaling": None, "rope_parameters": plain}).rope_scaling == RopeScaling()
+    del given["torch_dtype"], given["layer_types"]
+    assert config_from_hf({**given, "sliding_window_pattern": 3}) == config_from_hf(given)
+    assert config_from_hf(given).dtype == "bfloat16"
 
 
 def test_a_window_is_of_all_layers():

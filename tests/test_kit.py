@@ -32,6 +32,15 @@ def planned(command, *argv, fits: bool = True) -> dict:
     return told
 
 
+def test_what_has_windows_is_not_planned_to_be_offloaded(tmp_path, command):
+    """Which `load` refuses."""
+    config = {**LLAMA_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = planned(command, "--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "24GiB",
+                   "--host-memory", "64GiB", fits=False)
+    assert not told["offload"] and "--offload" not in told["remedies"]["KV cache"]
+
+
 @pytest.mark.parametrize("flags,options", [
     (["--offload", "--num-resident-layers", "3"], {"offload": True, "num_resident_layers": 3}), *slow(
         ([], {}), (["--no-retrieval"], {"retrieval": False}))])

@@ -209,7 +209,7 @@ def test_trees_are_chosen_where_a_verify_is_dear():
     ({"sampling": "rejection"}, "tree_size .64. need sampling 'coupled', and it is 'rejection'"),
     ({"retrieval": False}, "tree_size .64. needs a retrieval level"),
     ({"leaves": 1}, "tree_size .64. and leaves .1. are two kinds of trees"),
-    ({"tree_size": 12}, "tree_size .12. must be at least twice block_size .8.*try a block_size of 4"),
+    ({"tree_size": 12}, "tree_size .12. must be at least twice block_size .8.*try a tree_size of 32"),
     ({"tree_size": 512, "block_size": 512, "flush_interval": 512},
      "tree_size .512. must be at least twice block_size .512.*try a block_size of 64"),
     ({"tree_size": 516}, "tree_size .516. must be at most 512; try 512"),

@@ -141,7 +141,16 @@ def test_mxfp4_is_widened_as_transformers_does(in_mxfp4):
 
 def test_mxfp4_without_its_scales(in_mxfp4):
     storing("model.layers.1.mlp.experts.down_proj_scales", None)(in_mxfp4[0])
-    refused("a packed weight has no scales; download it again.*down_proj_scales", load_model, in_mxfp4[0])
+    refused("a packed weight has no scales .*down_proj_scales.*download", load_model, in_mxfp4[0])
+
+
+@pytest.mark.parametrize("change", [lambda x: x[..., :1], lambda x: x[:, :, :1], lambda x: x.float()])
+def test_mxfp4_of_other_shapes(change, in_mxfp4):
+    """Which would be spread over the scales without a word."""
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    blocks = load_file(in_mxfp4[0] / "model.safetensors")[name]
+    storing(name, change(blocks).contiguous())(in_mxfp4[0])
+    refused(r"MXFP4 has .* blocks .* and torch.uint8 scales .*; download it again", load_model, in_mxfp4[0])
 
 
 def saying(**config):

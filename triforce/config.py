@@ -293,8 +293,8 @@ class Settings(Options):
             (size and self.leaves,
              f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of them"),
             (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
-            (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}), so that branches "
-             f"have room beside the chain; try a block_size of {max(size // 8, 4)}"),
+            (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}); try a "
+             + (f"tree_size of {4 * block}" if 4 * block <= MOST_ROWS else "block_size of 64")),
             (cache not in VIEWS, f"draft_cache ({cache!r}) must be one of {', '.join(VIEWS)}"),
             (cache != "streaming" and not self.retrieval, f"draft_cache ({cache!r}) is for a retrieval level, which "
              "retrieval=False (--no-retrieval) leaves out; drop one of them. A draft model keeps draft_window tokens"),

@@ -17,8 +17,7 @@ class NotFinite(UserError):
     """Logits are no finite numbers, after so many tokens."""
 
     def __init__(self, count: int):
-        super().__init__(f"the target's logits after {count:,} tokens are not finite numbers; load the model with "
-                         "another --dtype, or download the checkpoint again")
+        super().__init__(f"the target's logits after {count:,} tokens are not finite; try another --dtype")
         self.count = count
 
 

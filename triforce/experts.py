@@ -32,12 +32,11 @@ class Experts(nn.Module):
     A step reads the experts that its rows have chosen where a device has a product for that, and otherwise all.
     """
 
-    is_grouped = False  # by `has_grouped_product`, once it is known where the weights lie
-
     def __init__(self, config):
         super().__init__()
         self.count, self.active, self.weighs_anew = config.num_experts, config.active_experts, config.weighs_anew
-        self.is_clamped, bias = config.activation == "clamped", config.mlp_bias
+        # Grouped products: by `has_grouped_product`, once it is known where the weights lie.
+        self.is_clamped, self.is_grouped, bias = config.activation == "clamped", False, config.mlp_bias
         self.router = nn.Linear(config.dim, config.num_experts, bias)
         self.gate_up = Stack(config.num_experts, 2 * config.ffn_dim, config.dim, bias)
         self.silu = nn.SiLU()
@@ -53,8 +52,7 @@ class Experts(nn.Module):
         elif self.is_grouped and len(rows) > 1:
             out = self._grouped(rows, weight, chosen)
         elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
-            out = self._mlp(rows[:, None, None], chosen).squeeze(2)  # [N, k, dim]
-            out = (out * weight[..., None]).sum(1)
+            out = (self._mlp(rows[:, None, None], chosen).squeeze(2) * weight[..., None]).sum(1)  # of [N, k, dim]
         else:
             weighed = torch.full_like(shares, -1.0).scatter(1, chosen, weight).t()[..., None]  # [E, N, 1]
             # What was not chosen may have overflowed. A weight may be no number, which has to be seen.

@@ -62,7 +62,8 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
     try:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+        way = "eager" if read_config(folder).sinks else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=way).to(device).eval()
         with torch.inference_mode():
             for start in range(first - LAST, len(tokens), LAST):
                 ids = torch.tensor([tokens[max(start, 0) : start + LAST]], device=device)

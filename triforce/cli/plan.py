@@ -152,7 +152,7 @@ def job_of(args, rows: int | None = None) -> Job:
 def record(job: Job, machine: Machine) -> dict:
     """The plan, as JSON has it. Where a GPU is too small, the rest of the cache lies on the host."""
     ways = [job]
-    if machine.device.type == "cuda" and not job.placement.offload:
+    if machine.device.type == "cuda" and not (job.placement.offload or job.target.sliding_layers):
         ways.append(replace(job, placement=replace(job.placement, offload="auto")))
     needs = [need(way, machine) for way in ways]
     return {

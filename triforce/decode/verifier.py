@@ -197,17 +197,12 @@ class Verifier(Drafter):
         for _ in range(plan.rounds):
             self._drafting_round(*self.view.extent, plan.inner, probs)
         torch.sub(self.length, start, out=self.num_drafted)
-        if plan.branches:
-            self._branch(plan)
+        if plan.branches:  # grow beside the chain that was drafted: each step drafts the next row of all of them
+            nodes, spine = self.tape.nodes, self.tape.read_spine(self.proposed_from, self.tape.nodes.tree.spine)
+            nodes.take(*spine, nodes.shape_for(plan.gamma, plan.branches)[0])
+            for _ in range(nodes.steps):
+                self._growing(*self.view.extent)
         return self.num_drafted
-
-    def _branch(self, plan: DraftPlan) -> None:
-        """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""
-        nodes = self.tape.nodes
-        shape, _ = nodes.shape_for(plan.gamma, plan.branches)
-        nodes.take(*self.tape.read_spine(self.proposed_from, nodes.tree.spine), shape)
-        for _ in range(nodes.steps):
-            self._growing(*self.view.extent)
 
     def _grow(self, dense: int, longest: int) -> None:
         compiled, nodes = self._compiled, self.tape.nodes

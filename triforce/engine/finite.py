@@ -15,7 +15,8 @@ from ..parallel import together
 @torch.inference_mode()
 def explain(model: Transformer, count: int) -> UserError:
     """One line for logits that are not finite after `count` tokens. Every rank calls this."""
-    [broken, *_] = *filter(None, together(model.group, lambda: _first_broken(model))), ""
+    broken = next(filter(None, together(model.group, lambda: next(
+        (name for name, part in model.named_modules() if not _is_sound(part)), ""))), "")
     why = f"weights of {broken} are no finite numbers" if broken else f"they exceed {model.dtype_name}"
     remedy = "compare config.json (rms_norm_eps, rope_theta, rope_scaling) with the original, or " * (not broken)
     if model.dtype == torch.float16:
@@ -24,12 +25,8 @@ def explain(model: Transformer, count: int) -> UserError:
                      "the checkpoint again")
 
 
-def _first_broken(model: Transformer) -> str:
-    """The first part of a model whose own weights are not finite, or nothing."""
-    return next((name for name, part in model.named_modules() if not _is_sound(part)), "")
-
-
 def _is_sound(part: nn.Module) -> bool:
+    """Whether the weights of a part itself are finite. On each rank for itself, without hooks."""
     if getattr(part, "packed", None) is not None:  # it cannot be read; of zeros, weights alone make such numbers
-        return bool(part(torch.zeros(1, 1, part.in_features)).isfinite().all())
+        return bool(part.forward(torch.zeros(1, 1, part.in_features)).isfinite().all())
     return all(bool(weight.float().isfinite().all()) for weight in part.parameters(recurse=False))

@@ -17,8 +17,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
 THETAS = {"SmolLM3ForCausalLM": 2e6, "Gemma3ForCausalLM": 1e6, "Olmo3ForCausalLM": 5e5,
           "GptOssForCausalLM": 1.5e5}  # by default, if not 10,000
-EPSILONS = {"Phi3ForCausalLM": 1e-5, "Olmo3ForCausalLM": 1e-5, "GptOssForCausalLM": 1e-5,
-            "GlmForCausalLM": 1.5625e-7}  # by default, if not 1e-6
+EPSILONS = {"Phi3ForCausalLM": 1e-5, "Olmo3ForCausalLM": 1e-5, "GlmForCausalLM": 1.5625e-7}  # by default, if not 1e-6
 # What families differ in.
 FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": {"qk_norm": True},
             "Qwen3MoeForCausalLM": {"qk_norm": True}, "GptOssForCausalLM": {"sinks": True, "activation": "clamped"},
@@ -35,6 +34,9 @@ LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
 GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+OSS = {"head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+       "attention_bias": True, "mlp_bias": True}
+OSS_ROPE = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "truncate": False}
 TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
 SCALING = {"low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
            "truncate": FLAG}  # fields of `RopeScaling` that go by the same name
@@ -73,9 +75,9 @@ def config_from_hf(hf: dict) -> ModelConfig:
         unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
         **FEATURES.get(architecture, {}),
         **(_gemma(fields, dim) if gemma else {}),
-        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm or oss),
-        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, oss),
-        mlp_bias=fields.get("mlp_bias", FLAG, oss),
+        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
+        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
+        mlp_bias=fields.get("mlp_bias", FLAG, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma or architecture == "SmolLM3ForCausalLM"),
         architecture=architecture,
         **(windows := _windows(fields, architecture, positions)),
@@ -83,10 +85,9 @@ def config_from_hf(hf: dict) -> ModelConfig:
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields, oss) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
-                      for key in ("dtype", "torch_dtype")}),
+                      for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # which says none
     )
     _check_shapes(config, fields)
-    fields.expect("rope_scaling", not oss or scaling.kind != "default", "said of a gpt-oss")
     quantization = fields.part("quantization_config")
     if not quantization.values or packing_of(quantization) is not None:  # which are widened as they are read
         return config
@@ -95,7 +96,10 @@ def config_from_hf(hf: dict) -> ModelConfig:
 
 
 def text_part(hf: dict) -> dict:
-    """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default."""
+    """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default; so
+    may those of gpt-oss."""
+    if hf.get("model_type") == "gpt_oss" or hf.get("architectures") == ["GptOssForCausalLM"]:
+        return {**OSS, **hf, "rope_scaling": hf.get("rope_scaling") or hf.get("rope_parameters") or OSS_ROPE}
     if hf.get("model_type") != "gemma3" or not isinstance(hf.get("text_config"), dict):
         return hf
     said = {key: value for part in (hf, hf["text_config"]) for key, value in part.items() if value is not None}
@@ -134,8 +138,7 @@ def _architecture(fields: Fields) -> str:
 def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     """The fields of `ModelConfig` that say which layers see the newest keys alone."""
     # Absent and null differ: most families have a window by default.
-    usual = 128 if architecture == "GptOssForCausalLM" else 4096
-    usual = 0 if "sliding_window" in fields.values or architecture[:4] in ("Phi3", "Smol") else usual
+    usual = 0 if "sliding_window" in fields.values or architecture[:4] in ("Phi3", "Smol") else 4096
     window, types = fields.get("sliding_window", whole(0, 2**31), usual), fields.get("layer_types", TEXTS, ())
     count, qwen = fields.get("num_hidden_layers", WINDOW), architecture.startswith("Qwen")
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
@@ -149,7 +152,8 @@ def _windows(fields: Fields, architecture: str, positions: int) -> dict:
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
         layers = [i for i in range(count) if types[i] == "sliding_attention"]
     elif architecture in PATTERNS:
-        every = fields.get("sliding_window_pattern", whole(1, 2**10), PATTERNS[architecture][0])
+        key = "sliding_window_pattern" * (architecture == "Gemma3ForCausalLM")  # others do not read it
+        every = fields.get(key, whole(1, 2**10), PATTERNS[architecture][0])
         layers = [i for i in range(count) if (i + 1) % every]
     elif smol:
         layers = _nope_layers(fields)

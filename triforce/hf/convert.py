@@ -40,7 +40,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     config = read_json(source / "config.json")
     dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
-        raise UserError(f"{source} is quantized, and no dtype can be given to weights in fp8; leave out --dtype")
+        raise UserError(f"{source} is quantized, and no dtype can be given to such weights; leave out --dtype")
     files = find_weights(source)
     with replacing(folder) as work:
         write_weights(map(open_tensors, files), work, dtype)

@@ -108,8 +108,8 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
     if name == OUTPUT and OUTPUT not in table:  # a tied one, perhaps beside the embedding
         return {} if EMBEDDING in stored else {EMBEDDING: tensor}
     if config.activation == "clamped":
-        name, layer = name.replace(".mlp.router.", ".mlp.gate."), name.rpartition(".")[0]
-        if layer.endswith(".mlp.experts"):
+        name = name.replace(".mlp.router.", ".mlp.gate.")
+        if name.endswith(("up_proj", "down_proj", "_proj_bias")) and len(tensor.shape) == 3 - name.endswith("_bias"):
             return dict(_of_experts(name, tensor))
     for ending in SCALES if config.float8 is not None else ():
         name = name.removesuffix(ending) + SCALE if name.endswith(ending) else name
@@ -129,9 +129,8 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
 def _of_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """gpt-oss holds all experts in one tensor [E, columns, rows], or biases [E, rows], or packed [E, rows, columns];
     rows of gate and up stand in turns."""
-    layer, _, what = name.rpartition(".")
-    kind = "bias" if what.endswith("_bias") else "weight"
-    what = what.removesuffix("_bias")
+    layer, _, what = name.removesuffix("_bias").rpartition(".")
+    kind = "bias" if name.endswith("_bias") else "weight"
     for n, one in enumerate(tensor):
         one = one.T if kind == "weight" and isinstance(tensor, Tensor) else one
         parts = (("gate_proj", one[::2]), ("up_proj", one[1::2])) if what == "gate_up_proj" else ((what, one),)

@@ -115,6 +115,9 @@ class Mxfp4:
     dtype = torch.bfloat16  # which holds each number exactly
 
     def __init__(self, blocks: Tensor, scales: Tensor):
+        if {blocks.dtype, scales.dtype} != {torch.uint8} or blocks.shape != (*scales.shape, 16):
+            raise UserError(f"MXFP4 has {blocks.dtype} blocks {tuple(blocks.shape)} and {scales.dtype} scales "
+                            f"{tuple(scales.shape)}, where bytes [..., G, 16] and [..., G] belong; download it again")
         self.blocks, self.scales = blocks, scales
         self.shape = torch.Size((*scales.shape[:-1], 32 * scales.shape[-1]))
 
@@ -138,7 +141,7 @@ def unpacked(folder: Path, stored: list[tuple[str, Tensor]],
         return stored
     if packing.method == "mxfp4":
         found = dict(stored)
-        with about(folder), guarded("a packed weight has no scales; download it again"):
+        with about(folder), guarded("a packed weight has no scales"):
             return [(name.removesuffix("_blocks"), Mxfp4(one, found[name.replace("_blocks", "_scales")]))
                     if name.endswith("_blocks") else (name, one) for name, one in stored if name[-7:] != "_scales"]
     layers: dict[str, dict[str, Tensor]] = {}
