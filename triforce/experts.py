@@ -1,4 +1,4 @@
-"""Experts: another MLP, of which each token has its own.
+"""Experts: many MLPs, of which a router gives each token a few.
 
 `config` is a `ModelConfig`. Shapes: B batch, M rows of a block, N = B * M rows, E experts, k of them that a row has, F
 ffn_dim.
@@ -29,7 +29,7 @@ class Experts(nn.Module):
     """A mixture of MLPs, of which a router chooses a few for each token (arXiv 1701.06538; as in Qwen3-MoE, gpt-oss).
 
     A step has static shapes, and a row's bits depend on no choice of other rows. A prefill goes from expert to expert.
-    A step reads the experts that its rows have chosen where a device has a product for that, and otherwise all.
+    A step reads the experts that its rows have chosen if they are few, or a GPU has a product for them; otherwise all.
     """
 
     def __init__(self, config):

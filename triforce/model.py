@@ -1,4 +1,4 @@
-"""The Llama family in one file: Llama, Mistral, Qwen2.5 and 3, Phi-3 and 4, GLM-4, and what shares their config.json.
+"""The Llama family in one file: Llama, Mistral, Qwen, Gemma, OLMo, Phi, GLM, gpt-oss and what shares their config.json.
 
 Read it from the top to the bottom: configuration, rotary embedding, attention, MLP, block, model. The model knows
 nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache read by `kv.read`,
@@ -395,7 +395,7 @@ class Transformer(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Of what a step reads."""
+        """Of what a step reads, or where experts are chosen, of all."""
         held = {id(x): x.nbytes for name, x in (*self.named_parameters(), *self.named_buffers()) if name[:5] != "rope."}
         return sum(held.values()) + sum(getattr(module, "packed_bytes", 0) for module in self.modules())
 

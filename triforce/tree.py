@@ -100,7 +100,7 @@ class TokenTree(NamedTuple):
 class Shape(NamedTuple):
     """A tree: the spine, then the rows of its branches, each after the row that it follows."""
 
-    spine: int  # drafted rows of the spine: rows 1, 2, ... follow each other, the first the pending token, row 0
+    spine: int  # drafted rows of the spine: rows 1, 2, ... follow each other, and row 1 the pending token, row 0
     parents: tuple[int, ...] = ()  # of the rows of branches: the row that each follows
     # Of the same: it is the draft's next best choice there (1), the one after that (2), ...; on a branch, also the
     # first (0).
@@ -163,7 +163,7 @@ def likeliest(chances: tuple[float, ...], spine: int, length: int, *, rows: int,
 
 @lru_cache(maxsize=64)
 def shape_for(spine: int, length: int, rows: int, depth: int, width: int) -> tuple[Shape, float]:
-    """The table of shapes: the tree for `CHANCES`, and how many times as many tokens are kept of it as of its spine.
-    See `likeliest`."""
+    """The tree for `CHANCES`, and how many times as many tokens are kept of it as of its spine alone. See `likeliest`.
+    """
     shape, tokens = likeliest(CHANCES, spine, length, rows=rows, depth=depth, width=width)
     return shape, tokens / sum(CHANCES[0]**row for row in range(spine + 1))

@@ -265,7 +265,7 @@ FAULTS = [
     Fault("experts-weights", "experts:Experts.forward", "the weights of a token's experts do not add up to 1",
           cond("weighs_anew", False), "checkpoint -k 'parity and A3B'"),
     Fault("experts-overflow", "experts:Experts.forward", "an idle expert counts", op("==", ">"), "experts -k follow"),
-    Fault("experts-grouped", "experts:Experts.forward", "a step's rows go to experts in groups: bits of others",
+    Fault("experts-as-prefill", "experts:Experts.forward", "a step goes from expert to expert: other bits",
           cond("is_prefill", True), "experts -k definition"),
     Fault("experts-stride", "hf.names:places", "an expert's weights overlap the next one's", op("*", "+", 6),
           "checkpoint -k 'parity and A3B'"),

@@ -1,6 +1,6 @@
 """The layers of the KV prefix that do not fit the device: in host memory, streamed past the queries piece by piece.
 
-A piece is a few megabytes of one layer's keys and values, copied on a stream of its own into one of a few staging
+A piece is some 64 MiB of one layer's keys and values, copied on a stream of its own into one of a few staging
 buffers. The next pieces are in flight while the device attends to this one. A **passage** is the pieces that a step, or
 a prefill, asks for in order. Its first copies are enqueued before tokens are drafted. A step with its passage can be
 recorded as a graph. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
@@ -57,11 +57,11 @@ class Offload:
         weakref.finalize(self, _unpin, self._pinned).atexit = False
         place, shape = "meta" if self.device.type == "meta" else "cpu", (2, batch, capacity, *token)
 
-        def make(_) -> Tensor:  # touched pages are pinned in a quarter of the time
+        def make(_) -> Tensor:  # pages that were touched are pinned sooner
             made = _huge_pages(shape, dtype) if self.on_cuda else torch.empty(shape, dtype=dtype, device=place)
             return made.zero_()
 
-        makers = ThreadPoolExecutor(MAKERS)  # of one thread each, where torchrun has started the process
+        makers = ThreadPoolExecutor(MAKERS)  # torchrun gives each process one thread
         try:
             for i, made in zip(self.layers, makers.map(make, self.layers), strict=True):
                 self.host[i] = made

@@ -177,7 +177,7 @@ class Controller:
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
-    SHORT = 4  # most tokens, or twice the most rounds of the retrieval level, of plans with an unseen part
+    SHORT = 4  # plans with an unseen part have at most so many tokens, and half as many rounds of the retrieval level
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  gains: Callable[[int], float] | None = None, rates: dict[str, Rate] | None = None):

@@ -1,6 +1,6 @@
 """Why a model's numbers are not finite: a weight that is no number, or a dtype that does not reach far enough.
 
-Every step tells whether the logits that its next token is drawn from are finite. If they are not, the weights are
+Every round tells whether the logits that its first token is drawn from are finite. If they are not, the weights are
 looked at.
 """
 

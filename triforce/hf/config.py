@@ -85,7 +85,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields, oss) if has_experts else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
-                      for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # which says none
+                      for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # published without one
     )
     _check_shapes(config, fields)
     quantization = fields.part("quantization_config")

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in words of 32, as GPTQ, AWQ and compressed-tensors store them, widened as they are read.
+"""Weights of 4 or 8 bits, widened as they are read: in words of 32 by GPTQ, AWQ and compressed-tensors, or MXFP4.
 
 Shapes: O outputs and I inputs of a linear layer; G groups of inputs that share a scale and a zero.
 
