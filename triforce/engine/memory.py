@@ -55,11 +55,11 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     state = DecodeBatch(Models(*models), settings, sizes, Compiler(torch.device("cpu")), shared=shared, runs_on=device)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
+    elsewhere = ["--num-resident-layers" if prefix.offload else "--offload"] * (not target.sliding_layers)
     parts = [
-        Part(f"KV cache of {batch} rows behind what they share" if base else kept, sum(
-            x.nbytes for x in (*prefix.k, *prefix.v)), (  # layers with windows are not offloaded
-                "--num-resident-layers" if prefix.offload else "--offload", "--max-seq-len",
-                "--batch-size")[bool(target.sliding_layers) :]),
+        Part(f"KV cache of {batch} rows behind what they share" if base else kept,
+             sum(x.nbytes for x in (*prefix.k, *prefix.v)),
+             (*elsewhere, "--max-seq-len", "--batch-size")),
         Part("chunk keys", sum(x.nbytes for x in prefix.chunk_keys), ("--chunk-size",)),
         Part("tail", state.cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
         Part("prefill activations", _prefill_bytes(target, settings, own, dtype), ("--prefill-chunk-size",)),

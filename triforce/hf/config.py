@@ -47,9 +47,8 @@ def config_from_hf(hf: dict) -> ModelConfig:
     wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
     fields = Fields(text_part(hf))
     architecture = _architecture(fields)
-    oss = architecture == "GptOssForCausalLM"
-    has_experts = oss or architecture == "Qwen3MoeForCausalLM"
-    refuse(fields, LACKING if has_experts else (*LACKING, *EXPERTS))
+    oss, moe = architecture == "GptOssForCausalLM", architecture == "Qwen3MoeForCausalLM"
+    refuse(fields, LACKING if oss or moe else (*LACKING, *EXPERTS))
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
     gemma = architecture == "Gemma3ForCausalLM"
     dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
@@ -66,7 +65,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         n_head=n_head,
         n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
         head_dim=fields.get("head_dim", whole(2, 2**12), 256 if gemma else max(dim // n_head, 1)),
-        ffn_dim=fields.get("moe_" * (has_experts and not oss) + "intermediate_size", whole(1, 2**20)),
+        ffn_dim=fields.get("moe_intermediate_size" if moe else "intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), EPSILONS.get(architecture, 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -83,7 +82,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         **(windows := _windows(fields, architecture, positions)),
         sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows and not oss else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
-        **(_experts(fields, oss) if has_experts else {}),
+        **(_experts(fields, oss) if oss or moe else {}),
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # published without one
     )
@@ -152,8 +151,8 @@ def _windows(fields: Fields, architecture: str, positions: int) -> dict:
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
         layers = [i for i in range(count) if types[i] == "sliding_attention"]
     elif architecture in PATTERNS:
-        key = "sliding_window_pattern" * (architecture == "Gemma3ForCausalLM")  # others do not read it
-        every = fields.get(key, whole(1, 2**10), PATTERNS[architecture][0])
+        every, gemma = PATTERNS[architecture][0], architecture == "Gemma3ForCausalLM"  # which alone reads the key
+        every = fields.get("sliding_window_pattern", whole(1, 2**10), every) if gemma else every
         layers = [i for i in range(count) if (i + 1) % every]
     elif smol:
         layers = _nope_layers(fields)
