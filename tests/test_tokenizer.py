@@ -20,7 +20,8 @@ from triforce.hf.vocabulary import merges_of, read_sentencepiece
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
          "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",
          "Llama's tokenizer.json, legacy", "Llama's tokenizer.json, new", "Mistral's tokenizer.json", "CodeLlama",
-         "Phi-3's tokenizer.json", "Llama 3", "special tokens are text", "Qwen", "Qwen3", "GLM-4", "normalising"]
+         "Phi-3's tokenizer.json", "Llama 3", "special tokens are text", "Qwen", "Qwen3", "GLM-4", "normalising",
+         "gpt-oss", "OLMo 3"]
 
 
 @pytest.fixture(scope="module")

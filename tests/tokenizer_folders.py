@@ -11,6 +11,11 @@ from triforce.hf.vocabulary import merges_of, read_sentencepiece
 
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
          r"|\s+(?!\S)|\s+")
+# Of gpt-oss: words end before a capital.
+WORD = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+OSS_SPLIT = (WORD % ("*", "+") + WORD % ("+", "*")
+             + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CORPUS = ["The quick brown fox jumps over the lazy dog and runs.", "for i in range(10):\n    print(i, 'times')\n\n",
           "日本語のテキストと中文文本", "Ünïcödé naïve café ﬁne", "Привет, мир! Как дела?",
           "one two  three   four    five",
@@ -80,7 +85,9 @@ def sentencepiece_folder(folder, config, user_defined=()):
 def byte_level_folder(folder, normalizer, special, model_type, config, post_processor=None, prefix_space=False):
     """A folder as Llama 3's or Qwen's: tokenizer.json with byte-level BPE."""
     folder.mkdir()
-    split = SPLIT.replace("{1,3}", "") if model_type in ("qwen2", "qwen3") else SPLIT  # Qwen takes digits one by one
+    # Qwen takes digits one by one.
+    split = {"qwen2": SPLIT.replace("{1,3}", ""), "qwen3": SPLIT.replace("{1,3}", "")}.get(model_type, SPLIT)
+    split = OSS_SPLIT if model_type == "gpt_oss" else split
     backend = Tokenizer(models.BPE(ignore_merges=model_type == "llama"))
     backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.Sequence([
@@ -185,6 +192,14 @@ def make_folders(root):
             root / "glm", None, ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>"], "glm",
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
              "pad_token": "<|endoftext|>", "padding_side": "left"}, bos_template("[gMASK]", "<sop>")),
+        "gpt-oss": byte_level_folder(
+            root / "oss", None, ["<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|message|>"],
+            "gpt_oss", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|startoftext|>",
+                        "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}),
+        "OLMo 3": byte_level_folder(
+            root / "olmo3", normalizers.NFC(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"], "olmo3",
+            {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>",
+             "unk_token": "<|endoftext|>", "pad_token": "<|pad|>", "add_prefix_space": False}),
         "normalising": byte_level_folder(
             root / "nfkc", normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), ["<s>", "</s>"],
             "llama", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
