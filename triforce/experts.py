@@ -45,11 +45,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:
         rows = x.flatten(0, 1)  # [N, dim]
         shares = self.router(x).flatten(0, 1).softmax(-1, torch.promote_types(x.dtype, torch.float32))  # [N, E]
-        weight, chosen = shares.topk(self.active)  # [N, k]
+        weight, chosen = shares.topk(self.active, sorted=False)  # [N, k]
         weight = weight / weight.sum(-1, keepdim=True) if self.weighs_anew else weight
         if is_prefill:
             out = self._one_by_one(rows, weight.to(x.dtype), chosen)
-        elif self.is_grouped and len(rows) > 1:
+        elif self.is_grouped:
             out = self._grouped(rows, weight, chosen)
         elif chosen.numel() < self.count // 4:  # weights that are copied are read and written more than once
             out = (self._mlp(rows[:, None, None], chosen).squeeze(2) * weight[..., None]).sum(1)  # of [N, k, dim]
