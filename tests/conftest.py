@@ -152,7 +152,7 @@ def assert_view_holds_its_selection(view, row: int = 0) -> None:
     """It is a true selection, and each layer holds the K/V at the positions that it says, of what it is chosen from."""
     source = view.source
     assert view.selected[row] and view.lens[row] == view.held < source.own_lens[row]
-    for i in range(view.cache.config.n_layer):
+    for i in view.layers:
         at = view.positions(row, i)[..., None].expand(-1, -1, view.cache.config.head_dim)
         for whole, held in zip(source.load(i, row, source.base, source.lens[row]), (view.k, view.v), strict=True):
             assert torch.equal(held[i][row][:, : view.held], whole.gather(1, at))

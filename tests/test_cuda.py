@@ -289,6 +289,32 @@ def test_attention_of_many_sequences(rows):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("batch,heads,rows,dim,keys", [(1, 4, 1, 256, 2048), (1, 8, 64, 64, 1152), (1, 2, 24, 128, 128),
+                                                       (3, 4, 16, 256, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_over_a_ring(batch, heads, rows, dim, keys, dtype):
+    """Of one sequence as a state of parts, whose rows may see none of a part, or of all."""
+    make = {"device": "cuda", "dtype": dtype}
+    torch.manual_seed(0)
+    q, near = torch.randn(2, batch, heads, rows, dim, **make)
+    k, v = torch.randn(2, batch, heads, keys, dim, **make)
+    for first, stop in ((0, keys), (keys // 2, keys), (keys // 3, keys // 2), (5, 6), (7, 7)):
+        place = torch.arange(keys, device="cuda")
+        seen = ((place >= first) & (place < stop)).expand(batch, rows, -1)
+        bias = attention.fold_mask(seen, 1, dtype)
+        found = attention.ring(q, k, v, bias)
+        assert found[0].ndim == (5 if batch == 1 else 4)
+        other = [torch.where(seen[0, 0, :, None], x, 30 * torch.randn_like(x)) for x in (k, v)]  # what nobody sees
+        for one, same in zip(attention.merge_parts(*found), attention.merge_parts(*attention.ring(q, *other, bias)),
+                             strict=True):
+            assert stop == first or torch.equal(one, same)
+        own = near, torch.full(q.shape[:3], -1.0, device="cuda")  # another state
+        scores = (q.double() @ k.double().mT * dim**-0.5).masked_fill(~seen[:, None], float("-inf"))
+        weights = torch.cat([scores, own[1][..., None].double()], -1).softmax(-1)
+        expected = weights[..., :-1] @ v.double() + weights[..., -1:] * near.double()
+        torch.testing.assert_close(attention.join([own, found]).double(), expected, rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("batch,heads,rows,dim", [(1, 4, 1, 64), (1, 4, 8, 128), (1, 2, 64, 128), (1, 1, 5, 128),
                                                   (5, 4, 1, 64), (5, 8, 16, 128), (40, 8, 4, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -498,10 +524,12 @@ def offloading(models, resident=0, **kw):
 
 
 @in_half_precision
-@pytest.mark.parametrize("resident,piece", [(0, 1024), (2, 1024), (0, 12_288), (2, 12_288)])
-def test_offloaded_greedy_bits(dtype, resident, piece):
-    """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts. In few pieces, as a graph."""
-    ids, random_models = random_prompt(CONTEXT, vocab_size=VOCAB), random_models_in(dtype)
+@pytest.mark.parametrize("resident,piece,more", [(0, 1024, {}), (2, 1024, {}), (0, 12_288, {}), (2, 12_288, {}),
+                                                 (0, 1024, WINDOWS), (1, 12_288, WINDOWS)])
+def test_offloaded_greedy_bits(dtype, resident, piece, more):
+    """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts. In few pieces, as a graph. Layers
+    with a window stay on the device."""
+    ids, random_models = random_prompt(CONTEXT, vocab_size=VOCAB), random_models_in(dtype, **more)
     state = prepare(offloading(random_models, resident, keep_logits=True, piece_tokens=piece), ids, VOCAB)
     tokens, hashes, rejected, _ = bits(state, NEW)
     graphs = state.hierarchy.outer.step.graphs
@@ -509,7 +537,8 @@ def test_offloaded_greedy_bits(dtype, resident, piece):
     print(f"offloaded, {resident} resident layers: rejected {rejected}, flushes {state.num_flushes}, "
           f"rebuilds {state.hierarchy.view.num_rebuilds}")
     assert min(rejected.values()) >= 20 and state.num_flushes >= 2 and state.hierarchy.view.num_rebuilds >= 2
-    assert all(kv.is_pinned() for kv in state.cache.prefix.offload.host.values())
+    host = state.cache.prefix.offload.host
+    assert all(kv.is_pinned() for kv in host.values()) and list(host) == ([1, 3] if more else [0, 1, 2, 3])[resident:]
     state.rewind(1000)
     assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == (tokens, hashes)
     # The same split points (one piece), on the device and streamed.

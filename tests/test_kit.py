@@ -32,13 +32,21 @@ def planned(command, *argv, fits: bool = True) -> dict:
     return told
 
 
-def test_what_has_windows_is_not_planned_to_be_offloaded(tmp_path, command):
-    """Which `load` refuses."""
+def test_layers_with_a_window_stay_on_the_device(tmp_path, command):
+    """Where all have one there is nothing to offload."""
     config = {**LLAMA_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    told = planned(command, "--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "24GiB",
-                   "--host-memory", "64GiB", fits=False)
-    assert not told["offload"] and "--offload" not in told["remedies"]["KV cache"]
+    told = planned(command, "--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "17GiB", fits=False)
+    assert (told["resident_layers"], told["layers"], told["host_bytes"]) == (0, 0, 0)
+    assert "--offload" not in told["remedies"]["KV cache"] and told["parts"]["KV cache"] == 32 * 5120 * 4096
+    kinds = [f"{kind}_attention" for kind in (*["sliding"] * 3, "full")] * 8
+    config |= {"architectures": ["MinistralForCausalLM"], "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = planned(command, "--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "22GiB",
+                   "--host-memory", "64GiB")
+    assert told["offload"] == "auto" and told["layers"] == 8 > told["resident_layers"]
+    capacity = told["host_bytes"] // (4096 * (8 - told["resident_layers"]))
+    assert 100_000 < capacity < 103_000
 
 
 @pytest.mark.parametrize("flags,options", [

@@ -147,6 +147,11 @@ def test_parts_of_the_keys_merge_to_the_whole():
     out, lse = merge_parts(*states)
     torch.testing.assert_close(out, whole[0])
     torch.testing.assert_close(lse, whole[1])
+    for garbage in (0.0, 0.37):  # of a part whose keys are hidden, first
+        hidden = [torch.cat([torch.full_like(x[:1], value), x]).float() for x, value in zip(
+            states, (9.0, attention.HIDDEN + garbage), strict=True)]
+        for one, same in zip(merge_parts(*hidden), (out, lse), strict=True):
+            torch.testing.assert_close(one, same.float(), atol=1e-6, rtol=1e-6)
     halves = merge(dense(q, k[:, :, :32], v[:, :, :32]), dense(q, k[:, :, 32:], v[:, :, 32:]))
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1

@@ -3,12 +3,16 @@ answer is the twin's."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from conftest import SIZES, make_engine, random_prompt, slow
 
+from triforce import attention
+from triforce.cache import prefix
 from triforce.engine import buffers
+from triforce.model import Transformer
 
 SETTINGS = {**SIZES, "retrieval": True, "max_seq_len": 4096}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -116,7 +120,13 @@ class Sequence:
 @pytest.mark.parametrize("first", slow(*range(0, 100, A_TEST)))
 def test_a_hundred_sequences_against_a_twin(first, tiny_engine, monkeypatch, tmp_path):
     monkeypatch.setattr(buffers, "SHARED_FROM", 64)
-    models, met = (tiny_engine.target, tiny_engine.draft), Counter()
+    target, met, turn = tiny_engine.target, Counter(), first // A_TEST
+    if turn % 2:  # layers with a window, whose rings go around
+        monkeypatch.setattr(prefix, "BACK", 16)
+        monkeypatch.setattr(attention, "RING", 8)
+        window = {"sliding_layers": (turn // 2 % 2,), "sliding_window": (24, 60, 150)[turn % 3]}
+        target = Transformer.random(replace(target.config, **window), std=0.1)
+    models = target, tiny_engine.draft
     how = {**SETTINGS, "tokenizer": tiny_engine.tokenizer, "eos_ids": tiny_engine.eos_ids}
     twin = make_engine(*models, **how, reuse=False)
     twin.generate = partial(twin.generate, speculate=False)

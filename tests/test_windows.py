@@ -1,15 +1,22 @@
 """Layers that see the newest keys alone: what they compute, on every level, beyond the window."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
-from conftest import VOCAB, bits, bits_of_rows, make_engine, make_state, random_prompt, slow
+from conftest import VOCAB, bits, bits_of_rows, make_engine, make_state, random_prompt, run_rounds, slow
 from families import build, config_json, save
 from reference import dense_logits
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 import triforce
 from triforce import UserError, attention
+from triforce.config import Settings
+from triforce.decode.batch import Sizes
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
+from triforce.engine.memory import plan_memory
+from triforce.engine.prompt_cache import opened as opened_file
 from triforce.hf.checkpoint import load_model
 from triforce.hf.config import config_from_hf
 from triforce.model import ModelConfig, Transformer
@@ -24,6 +31,12 @@ def models_of(kind: str, dtype=torch.float32, std: float = 0.2):
     target = ModelConfig(VOCAB, 32, 3, 4, 2, 8, 48, sliding_layers=KINDS[kind], **make)
     draft = ModelConfig(VOCAB, 16, 2, 2, 2, 8, 32, sliding_layers=(1,), **make)
     return [Transformer.random(config, seed=i, std=std, dtype=dtype) for i, config in enumerate((target, draft))]
+
+
+@pytest.fixture(autouse=True)
+def short_rings(monkeypatch):
+    """A layer with a window keeps that, and two flush intervals: each text here goes around several times."""
+    monkeypatch.setattr(triforce.cache.prefix, "BACK", 0)
 
 
 @pytest.fixture(scope="module", params=["some", *slow("all")])
@@ -125,8 +138,8 @@ def test_a_view_level_sees_the_window_too(models):
 
 
 def test_rows_side_by_side_and_over_a_shared_prefix(models):
-    """The shared part ends within the window of the first tokens behind it."""
-    prompts = [random_prompt(300) + random_prompt(40 - 9 * seed, seed=seed) for seed in (1, 2, 3)]
+    """The shared part ends within the window of the first tokens behind it. Padding is longer than a ring."""
+    prompts = [random_prompt(300) + random_prompt(count, seed=count) for count in (31, 250, 13)]
     alone = [bits(make_state(models[0], None, [prompt], retrieval=False, capacity=1024, keep_logits=True), 40)[0]
              for prompt in prompts]
     for base in (0, 288):
@@ -165,15 +178,6 @@ def test_paths_of_a_tree_are_cut_by_a_window(window):
     assert state.hierarchy.outer.totals[0, 0] >= 5
 
 
-def test_a_conversation_goes_back(models):
-    """All keys are kept, so a text that is taken back behind a window's length goes on as a new one."""
-    engine, twin = (make_engine(*models, flush_interval=16, chunk_size=4, budget=64) for _ in range(2))
-    prompt, how = random_prompt(500), {"temperature": 0.0, "max_new_tokens": 30}
-    engine.generate(prompt, **how)
-    shorter = prompt[:300] + random_prompt(20, seed=4)
-    assert engine.generate(shorter, **how).tokens == twin.generate(shorter, **how).tokens
-
-
 def test_what_a_draft_attends_to():
     """A layer with a window sees no more of what the draft keeps."""
     target, draft = models_of("some")
@@ -205,11 +209,34 @@ def test_a_window_that_holds_all_that_a_draft_keeps_hides_nothing():
     torch.testing.assert_close(*laws, atol=1e-6, rtol=1e-4)
 
 
-def test_offload_is_refused(tmp_path):
-    theirs = build("Mistral 0.1")
-    folder = save(theirs, {**config_json("Mistral 0.1"), "sliding_window": 40}, tmp_path / "model")
-    with pytest.raises(UserError, match="2 of this one see the newest 40; leave out --offload"):
-        triforce.load(folder, offload=True, device="cpu", draft=False)
+@pytest.mark.parametrize("resident,query", [(0, False), (1, False), *slow((1, True), (0, True))])
+def test_layers_that_see_all_keys_are_offloaded_and_the_others_are_not(resident, query):
+    """The text and its bits stay, with speculation on and off; a view of what streams past is gathered."""
+    config = replace(models_of("some")[0].config, n_layer=5, sliding_layers=(0, 2))
+    target, prompt = Transformer.random(config, std=0.2), random_prompt(600)
+    how = {"capacity": 2048, "keep_logits": True, "flush_interval": 16, "piece_tokens": 100,
+           "draft_cache": "query" if query else None}
+    expected = run_rounds(make_state(target, None, [prompt], retrieval=False, capacity=2048), 90)[0]
+    state = make_state(target, None, [prompt], **how, num_resident_layers=resident, gamma=4)
+    offload, k = state.cache.prefix.offload, state.cache.prefix.k
+    assert list(offload.host) == offload.layers == [1, 3, 4][resident:]
+    assert [x.shape[2] for x in k] == [128, 2048 * resident, 128, 0, 0]
+    tokens, hashes, rejected, _ = bits(state, 90)
+    assert tokens == expected and state.num_flushes and rejected["full"] >= 5 and state.hierarchy.view.num_rebuilds
+    state.rewind(90)
+    assert bits(state, 90, plan=AUTOREGRESSION)[:2] == (tokens, hashes)
+
+
+def test_a_document_in_host_memory(tmp_path):
+    engine, twin = (make_engine(*models_of("some"), **MADE, **more) for more in (
+        {"offload": True, "piece_tokens": 100}, {"reuse": False}))
+    document, question = random_prompt(700), random_prompt(9, seed=1)
+    book = engine.prefill(document)
+    assert sorted(book.store.offload.host) == [1]
+    book.save(tmp_path / "a.prefix")
+    for one in (book, engine.open(tmp_path / "a.prefix")):
+        said = [result.tokens for result in engine.generate([question, question[:4]], 60, prefix=one, **GREEDY)]
+        assert said == [twin.generate(document + asked, 60, **GREEDY).tokens for asked in (question, question[:4])]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "glm", "smollm3",
@@ -234,3 +261,121 @@ def test_what_changes_attention_is_refused(more, says):
     with pytest.raises(UserError, match=says):
         config_from_hf({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                         "intermediate_size": 96, "vocab_size": 99, **more})
+
+
+# -- rings: a layer with a window keeps the newest tokens alone --------------------------------------------------------
+
+MADE = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture
+def engines():
+    """One that goes on from what it has, and one that computes each prompt anew."""
+    return [make_engine(*models_of("some"), **MADE, **more) for more in ({}, {"reuse": False})]
+
+
+def rings_of(engine) -> dict[int, int]:
+    """Tokens that each layer of the batch's prefix keeps."""
+    return {i: k.shape[2] for i, k in enumerate(engine.buffers.state.cache.prefix.k)}
+
+
+@pytest.mark.parametrize("answer", [20, 200])
+def test_a_text_goes_back(engines, answer):
+    """Behind a short answer the rings still have what the text sees; behind a long one, what was kept as it began. In
+    the middle of a long answer nothing has it, and the prompt is computed anew."""
+    engine, twin = engines
+    prompt = random_prompt(500)
+    said = engine.generate(prompt, answer, **GREEDY).tokens
+    assert rings_of(engine) == {0: 128, 1: engine.buffers.state.capacity, 2: 128}
+    assert engine.generate(prompt, answer, **GREEDY).tokens == said == twin.generate(prompt, answer, **GREEDY).tokens
+    for text, reused in (((prompt + said)[:-5], True), (prompt[:490], True), ((prompt + said)[:560], answer == 20),
+                         (prompt[:300], False)):
+        engine.generate(prompt, answer, **GREEDY)
+        question = text + random_prompt(9, seed=5)
+        result = engine.generate(question, 60, **GREEDY)
+        assert result.tokens == twin.generate(question, 60, **GREEDY).tokens
+        assert (result.stats.reused_tokens > 280) == reused, len(text)
+
+
+def test_what_was_kept_of_another_text_is_forgotten(engines):
+    """A turn that takes a part of the prompt back, and is itself taken back; or is broken off before it decodes."""
+    engine, twin = engines
+    prompt = random_prompt(500)
+    engine.generate(prompt, 20, **GREEDY)
+    other = prompt[:480] + random_prompt(40, seed=6)
+    for text in (other, other[:500] + random_prompt(20, seed=7), prompt):
+        assert engine.generate(text, 150, **GREEDY).tokens == twin.generate(text, 150, **GREEDY).tokens
+    state = engine.buffers.state
+    assert state.cache.prefix.holds(0, 490, kept=True) and not state.cache.prefix.holds(0, 490)
+    state.truncate(0, 480)
+    state.prefill(0, random_prompt(200, seed=8))
+    assert not state.cache.prefix.holds(0, 490, kept=True)
+
+
+@pytest.mark.parametrize("kind", ["some", *slow("all")])
+def test_a_document_is_asked_saved_and_gone_on_with(kind, tmp_path):
+    engine, twin = (make_engine(*models_of(kind), **MADE, **more) for more in ({"max_batch_size": 2}, {"reuse": False}))
+    document, path = random_prompt(700), tmp_path / "a.prefix"
+    book = engine.prefill(document)
+    wide = Transformer.random(replace(engine.target.config, sliding_layers=()))
+    assert book.nbytes < 0.6 * make_engine(wide, **MADE).prefill(document).nbytes
+    book.save(path)
+    before = [x.clone() for x in book.store.tensors()]
+    opened = make_engine(*models_of(kind), **MADE).open(path)
+    for one in (book, opened, engine.prefill(document, keep=path)):
+        asked = [random_prompt(n, seed=n) for n in (9, 30)]
+        for question, result in zip(asked, one.engine.generate(asked, 60, prefix=one, **GREEDY), strict=True):
+            assert result.tokens == twin.generate(document + question, 60, **GREEDY).tokens
+    assert all(torch.equal(*pair) for pair in zip(before, book.store.tensors(), strict=True))
+    # As far back as its rings go; and a document that goes on behind the file's end, or begins like it.
+    for text, read in ((document, 688), (document + random_prompt(100, seed=9), 0), (document[:300], 0)):
+        with opened_file(path, engine) as reader:
+            again = engine.buffers.compute(text, reader=reader)
+        assert again.num_read == read
+        question = again.tokens + random_prompt(9, seed=9)
+        assert engine.generate(question[len(again):], 30, prefix=again, **GREEDY).tokens == twin.generate(
+            question, 30, **GREEDY).tokens
+
+
+def test_a_conversation_is_saved(tmp_path, tiny_engine):
+    """Its own tokens follow those of the document: a file has the newest of both."""
+    windows = {"sliding_layers": (0,), "sliding_window": 200}
+    target = Transformer.random(replace(tiny_engine.target.config, **windows))
+    engine, twin = (make_engine(target, **MADE, tokenizer=tiny_engine.tokenizer) for _ in range(2))
+    chat = engine.chat(engine.prefill(random_prompt(400)), **GREEDY)
+    chat.send("What of Ahab?", max_new_tokens=40)
+    chat.save(tmp_path / "a.prefix")
+    book = twin.open(tmp_path / "a.prefix")
+    anew = make_engine(target, **MADE, reuse=False)
+    question = random_prompt(9, seed=1)
+    assert twin.generate(question, 60, prefix=book, **GREEDY).tokens == anew.generate(
+        book.tokens + question, 60, **GREEDY).tokens
+
+
+@pytest.mark.parametrize("firsts", [[9] * 3, [640, 0], [-1, 0, 640], [640, 3, 640], [700, 0, 640], ["a", 0, 1], "no"])
+def test_a_files_windows_are_checked(firsts, tmp_path):
+    engine = make_engine(*models_of("some"), **MADE)
+    engine.prefill(random_prompt(700)).save(tmp_path / "a.prefix")
+    data = (tmp_path / "a.prefix").read_bytes()
+    begin = data.index(b'"firsts": "') + 11
+    said = data[begin : data.index(b'"', begin)]
+    told = json.dumps(firsts).replace('"', "'").encode().ljust(len(said))[: len(said)]
+    (tmp_path / "a.prefix").write_bytes(data.replace(said, told, 1))
+    with pytest.raises(UserError, match="altered"):
+        engine.open(tmp_path / "a.prefix")
+
+
+def test_a_plan_counts_rings(monkeypatch):
+    """Gemma 3 4B at 131,072 tokens: about a sixth of the K/V of full layers, and what is kept as decoding begins."""
+    monkeypatch.undo()
+    layers = tuple(i for i in range(34) if i % 6 != 5)
+    config = ModelConfig(262_144, 2560, 34, 8, 4, 256, 10_240, max_position_embeddings=131_072, sliding_window=1024,
+                         sliding_layers=layers, sliding_theta=1e4)
+    settings = Settings().resolve("cuda", has_model=False)
+    sizes = Sizes(1, 131_072, 4096, 262_144)
+    parts = {part.name: part.bytes for part in plan_memory(config, None, settings, sizes, torch.bfloat16,
+                                                           torch.device("cuda")).parts}
+    token = 2 * 4 * 256 * 2
+    assert parts["KV cache"] == token * (5 * 131_072 + 29 * 2048) < 0.17 * 34 * 131_072 * token
+    assert parts["windows of the prompt"] == token * 29 * 2048

@@ -82,6 +82,11 @@ class ModelConfig:
     embedding_scale: float = field(default=1.0, repr=False)
 
     @property
+    def full_layers(self) -> list[int]:
+        """Those that see all keys."""
+        return [i for i in range(self.n_layer) if i not in self.sliding_layers]
+
+    @property
     def max_len(self) -> int:
         """The most positions that the model can attend over: its trained ones, or those before another way to attend,
         which is not built, would set in."""

@@ -18,9 +18,9 @@ from ..attention import rotate
 from ..cpu import MANY_ROWS, MIN_ROWS
 from ..model import ModelConfig, RotaryEmbedding, eager
 from ..runtime.graphs import put
-from .kv_cache import KVCache, aligned
+from .kv_cache import KVCache
 from .offload import Passage
-from .prefix import GROWTH
+from .prefix import GROWTH, PrefixStore
 from .store import Extent, View
 
 
@@ -55,16 +55,18 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     return cos, sin, slots + room, bias, path.clamp(min=0) + room, own, windows
 
 
-def _window_geometry(positions: Tensor, seen: Tensor, prefix_len: Tensor, base: int, held: int, config: ModelConfig,
-                     dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """What layers with a window share: the places of the newest `held` keys of each row's own prefix [B, held], and
-    biases [B, 1, G * M, n] over the tail, over those keys, and over the newest of what all rows share."""
+def _window_geometry(positions: Tensor, seen: Tensor, prefix: PrefixStore, config: ModelConfig,
+                     dtype: torch.dtype) -> list[Tensor]:
+    """What layers with a window share: biases [B, 1, G * M, n] over the tail, over the ring of each row's own tokens,
+    and over that of those that all rows share."""
     device, oldest = seen.device, (positions - config.sliding_window)[..., None]  # [B, M, 1]: no longer seen
-    tail = seen & (prefix_len[:, None, None] + torch.arange(seen.shape[2], device=device) > oldest)
-    place = (prefix_len - base - held)[:, None] + torch.arange(held, device=device)
-    own = (place >= 0)[:, None] & ((place + base)[:, None] > oldest)
-    common = torch.arange(max(base - -(-config.sliding_window // 8) * 8, 0), base, device=device) > oldest
-    return place.clamp(min=0), [attention.fold_mask(x, config.query_group, dtype) for x in (tail, own, common)]
+    masks = [seen & (prefix.len[:, None, None] + torch.arange(seen.shape[2], device=device) > oldest)]
+    for store, length, base in ((prefix, prefix.len[:, None], prefix.base), (prefix.shared, prefix.base, 0)):
+        if store is not None:  # each slot of a ring holds the newest token that it can
+            newest = length - base - 1
+            place = newest - (newest - torch.arange(store.ring, device=device)) % store.ring  # [B, ring] or [ring]
+            masks.append((place >= 0)[..., None, :] & ((place + base)[..., None, :] > oldest))
+    return [attention.fold_mask(x, config.query_group, dtype) for x in masks]
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -95,9 +97,8 @@ class TargetBlock:
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = self.near_path_bias = None
         if cache.config.sliding_layers:
-            held = min(aligned(cache.config.sliding_window), cache.capacity - cache.prefix.base)
-            self.places, self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
-                *windows, cache.prefix.len, cache.prefix.base, held, cache.config, tail.whole.dtype)
+            self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
+                *windows, cache.prefix, cache.config, tail.whole.dtype)
             if self.path_bias is not None:  # from the newest token of a path to the oldest
                 self.near_path_bias = self.path_bias.clone()
                 self.near_path_bias[..., cache.config.sliding_window :] = float("-inf")
@@ -159,7 +160,7 @@ class TargetBlock:
         states = [] if view.shared is None else [over_shared(view, i, q, self.passage)]
         if view.joined or longest == 0:
             return [*states, self._near(q)] if self.waits else states
-        if i >= len(view.k):
+        if i in view.streamed:
             return [*states, self.passage.attend(i, longest, partial(self._attend, q))]
         k, v, start = view.k[i], view.v[i], 0
         if view.length_on_device:
@@ -170,15 +171,10 @@ class TargetBlock:
         return states + self._attend(q, start, k[:, :, start:longest], v[:, :, start:longest])
 
     def _in_window(self, q: Tensor) -> list:
-        """States over those keys of the prefix that a window may hold, shared ones and own ones."""
-        prefix, (_, own, common), states = self.cache.prefix, self.window_biases, []
-        if prefix.base:
-            newest = slice(prefix.base - common.shape[3], prefix.base)
-            k, v = (x[self.i][:, :, newest].expand(len(q), -1, -1, -1) for x in (prefix.shared.k, prefix.shared.v))
-            states.append(attention.masked(q, k, v, common, long=True))
-        place = self.places[:, None, :, None].expand(-1, self.n_kv_head, -1, q.shape[3])
-        k, v = (x[self.i].gather(2, place) for x in (prefix.k, prefix.v))
-        return [*states, attention.masked(q, k, v, own, long=True)]
+        """States over the rings, that of what all rows share first."""
+        prefix, (_, own, *common) = self.cache.prefix, self.window_biases
+        rings = [(prefix.shared, *common)] * len(common) + [(prefix, own)]
+        return [attention.ring(q, store.k[self.i], store.v[self.i], bias) for store, bias in rings]
 
     def _attend(self, q: Tensor, start: int, k: Tensor, v: Tensor) -> list:
         """States over K and V [B, K, n, D] of positions from `start` on: over those that all rows see, and over the
@@ -201,7 +197,7 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None,
     CPU does not: rows that end would change the bits of the others. passage: of the pieces, if they stream past.
     """
     shared, base = view.shared, view.base
-    if i < len(shared.k):
+    if i not in shared.streamed:
         rows, most = len(q) * q.shape[2], MANY_ROWS if attend is attention.dense else math.inf
         if shared.packed is not None and MIN_ROWS <= rows < most:
             return attention.of_batch(shared.packed[i].dense, q)
@@ -230,11 +226,15 @@ class PrefillBlock:
 
     def layer(self, i: int) -> "PrefillBlock":
         layer, prefix = copy.copy(self), self.cache.prefix
-        layer.i, layer.offload = i, prefix.offload if i >= prefix.num_resident else None
+        layer.i, layer.offload = i, prefix.offload if i in prefix.streamed else None
         layer.cos, layer.sin = self.cache.rope.of_layer(i, self.cos, self.sin)
         if layer.offload is not None and self.is_first:
             layer.offload.open_work(i, self.rows.start, self.start)
-        layer.kv = kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
+        if i in prefix.windowed:  # a ring takes them in when they have been read
+            shape = (len(self.rows), self.n_kv_head, self.stop - self.start, prefix.k[i].shape[3])
+            layer.k, layer.v = (prefix.k[i].new_empty(shape) for _ in range(2))
+            return layer
+        kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
         start, stop = self.start - prefix.base, self.stop - prefix.base
         layer.before = [x[:, :, :start] for x in kv]
         layer.k, layer.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
@@ -249,9 +249,13 @@ class PrefillBlock:
         return q, []
 
     def close(self, q: Tensor) -> None:
-        """Stores what a chunk leaves behind: its last queries, and K and V of an offloaded layer."""
+        """Stores what a chunk leaves behind: its last queries, and K and V of an offloaded layer or for a ring."""
         if self.offload is not None:
             self.offload.store_chunk(self.i, self.rows.start, self.start, self.stop)
+        if self.i in self.cache.prefix.windowed:
+            for row, k, v, length in zip(self.rows, self.k, self.v, self.lengths, strict=True):
+                kv = torch.stack([k, v])[:, :, : length - self.start]  # no padding: it would overwrite what is needed
+                self.cache.prefix.store(self.i, row, self.start, kv)
         if self.keep_queries:
             for row, mine, length in zip(self.rows, q, self.lengths, strict=True):
                 newest = length - self.start
@@ -262,10 +266,11 @@ class PrefillBlock:
 
     def read(self, q: Tensor) -> list:
         """The causal square of the chunk, and all that comes before it, unmasked."""
-        self.close(q)
         group, prefix, rows = self.cache.group, self.cache.prefix, q.shape[2]
-        if self.i in self.cache.config.sliding_layers:
-            return [self._in_window(q)]
+        state = self._in_window(q) if self.i in prefix.windowed else None
+        self.close(q)
+        if state is not None:
+            return [state]
         own = attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
         q, before = attention.fold(q, self.n_kv_head), []
         if prefix.shared is not None:
@@ -279,13 +284,10 @@ class PrefillBlock:
 
     def _in_window(self, q: Tensor) -> attention.State:
         """A layer with a window sees the newest keys, those of a shared prefix among them."""
-        prefix, window = self.cache.prefix, self.cache.config.sliding_window
-        first = max(self.start - window + 1, 0)
-        keys = [x[:, :, max(first - prefix.base, 0) : self.stop - prefix.base] for x in self.kv]
-        if first < prefix.base:
-            common = (x[self.i][:, :, first : prefix.base] for x in (prefix.shared.k, prefix.shared.v))
-            keys = [torch.cat([x.expand(len(q), -1, -1, -1), own], 2) for x, own in zip(common, keys, strict=True)]
-        return attention.windowed(q, *keys, window)
+        prefix, first = self.cache.prefix, max(self.start - self.cache.config.sliding_window + 1, 0)
+        before = torch.stack([prefix.load(self.i, row, first, self.start) for row in self.rows], 1)  # [2, B, K, n, D]
+        k, v = (torch.cat(x, 2) for x in zip(before, (self.k, self.v), strict=True))
+        return attention.windowed(q, k, v, prefix.window)
 
 
 def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int, *,

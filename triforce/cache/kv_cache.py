@@ -76,7 +76,8 @@ class KVCache(Store):
         self.capacity, self.flush_interval = capacity, flush_interval
         runs_on = torch.device(device if runs_on is None else runs_on)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
-                                  length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared)
+                                  length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared,
+                                  interval=flush_interval)
         self.lens = self.prefix.lens  # tokens of each row's prefix
         # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
         joins = runs_on.type == "cuda" or dtype == torch.float32
@@ -107,9 +108,9 @@ class KVCache(Store):
     def truncate(self, row: int, length: int) -> None:
         """Goes on from `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
         whole = self.whole(length)
+        self.prefix.truncate(row, whole, length - whole)
         for i in range(self.config.n_layer):
             self.tail.store(i, row, 0, self.prefix.load(i, row, whole, length))
-        self.prefix.truncate(row, whole)
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""

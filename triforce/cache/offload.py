@@ -12,6 +12,8 @@ import contextlib
 import functools
 import math
 import mmap
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from torch import Tensor
 from .. import attention
 from ..errors import UserError
 from ..model import ModelConfig
+from ..runtime.streams import like_this_thread
 
 # Copies of 8 MB and more run at the full speed of the bus. Picking a view's tokens takes the same time from any piece.
 PIECE_BYTES = 64 * 2**20
@@ -30,45 +33,39 @@ PIECE_BYTES = 64 * 2**20
 STAGING_BUFFERS = 3, 8  # at least, and at most
 # A step of at most this number of pieces a layer is recorded: the host may enqueue more slowly than the bus copies.
 FEW_PIECES = 2
-MAKERS = 4  # threads that make host memory
+THREADS = 4  # that pin host memory: torchrun gives each process one
 
 
 class Offload:
-    """K and V of layers `num_resident` and up.
+    """K and V of the layers that see all keys, but for the first `num_resident` of them.
 
     Args:
         piece: tokens of a piece. None: the most whole flush intervals that PIECE_BYTES hold, at least one.
         runs_on: the device that it is meant for, if it is not the one that it is allocated on.
 
-    Raises:
-        UserError: the system refuses to pin so much memory; what was pinned is released.
+    Threads pin the layers beside the prefill that fills them. Whatever needs a layer on the host waits for it, and
+    raises UserError if the system refuses to pin so much memory; what was pinned is then released.
     """
+
+    _pinning = threading.Lock()  # of all: the driver pins for one thread at a time
 
     def __init__(self, config: ModelConfig, num_resident: int, *, batch: int, capacity: int, interval: int, device,
                  dtype, piece: int | None = None, runs_on: torch.device | None = None):
-        self.num_resident, self.device = num_resident, torch.device(device)
-        self.layers = range(num_resident, config.n_layer)
+        self.device, self.layers = torch.device(device), config.full_layers[num_resident:]
         token = (config.n_kv_head, config.head_dim)
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
         self.piece = min(piece or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
         self.on_cuda = self.device.type == "cuda"
-        self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
+        place, shape = "meta" if self.device.type == "meta" else "cpu", (2, batch, capacity, *token)
+        # By layer: K and V, [2, B, S, K, D]. See `layer`.
+        self.host = {i: _huge_pages(shape, dtype) if self.on_cuda else torch.zeros(shape, dtype=dtype, device=place)
+                     for i in self.layers}
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned).atexit = False
-        place, shape = "meta" if self.device.type == "meta" else "cpu", (2, batch, capacity, *token)
-
-        def make(_) -> Tensor:  # pages that were touched are pinned sooner
-            made = _huge_pages(shape, dtype) if self.on_cuda else torch.empty(shape, dtype=dtype, device=place)
-            return made.zero_()
-
-        makers = ThreadPoolExecutor(MAKERS)  # torchrun gives each process one thread
-        try:
-            for i, made in zip(self.layers, makers.map(make, self.layers), strict=True):
-                self.host[i] = made
-                if self.on_cuda:
-                    self._pin(made)
-        finally:
-            makers.shutdown(cancel_futures=True)  # a refusal, or Ctrl-C, waits for no more than is being made
+        self._pins = {}
+        if self.on_cuda:
+            threads = ThreadPoolExecutor(THREADS, initializer=like_this_thread(self.device))
+            self._pins = {i: threads.submit(self._pin, host) for i, host in self.host.items()}
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         fewest, most = STAGING_BUFFERS
@@ -78,16 +75,30 @@ class Offload:
         if self.on_cuda:
             self._open_stream()
 
+    def layer(self, i: int) -> Tensor:
+        """Layer i on the host, as soon as it is pinned."""
+        if i in self._pins:
+            if self._pins[i].cancelled():
+                self._pin(self.host[i])
+            else:
+                self._pins[i].result()
+            del self._pins[i]
+        return self.host[i]
+
     def _pin(self, tensor: Tensor) -> None:
         """Page-locks a host tensor. PyTorch's own pinned allocator would round a layer of 2.01 GiB up to 4."""
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code != 0:
+        tensor.zero_()  # pages that were touched are pinned sooner
+        with self._pinning:
+            begun = time.perf_counter()
+            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            if code == 0:
+                self._pinned.append(tensor)
+                return time.sleep(time.perf_counter() - begun)  # meanwhile the driver launched nothing for the prefill
             pinned = sum(t.nbytes for t in self._pinned) / 2**30
             _unpin(self._pinned)
             raise UserError(f"the system pins {pinned:.2f} GiB of host memory and refuses {tensor.nbytes / 2**30:.2f} "
                             f"GiB more (CUDA error {code}); raise the limit (ulimit -l unlimited), or keep more layers "
                             "on the device (--num-resident-layers)")
-        self._pinned.append(tensor)
 
     def _open_stream(self) -> None:
         # Streams to record on have another priority: PyTorch hands out 32 streams of each priority in turns.
@@ -120,16 +131,16 @@ class Offload:
         """Enqueues a copy of the piece of layer i at `start`, as far as it holds tokens before `length`."""
         stop = min(start + self.piece, length)
         with torch.cuda.stream(self.copy_stream):
-            for target, source in zip(self.staging[slot].flatten(0, 1), self.host[i].flatten(0, 1), strict=True):
+            for target, source in zip(self.staging[slot].flatten(0, 1), self.layer(i).flatten(0, 1), strict=True):
                 target[: stop - start].copy_(source[start:stop], non_blocking=True)
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of a row, on the device: [2, K, stop - start, D]."""
-        return self.host[i][:, row, start:stop].to(self.device).transpose(1, 2)
+        return self.layer(i)[:, row, start:stop].to(self.device).transpose(1, 2)
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         """Writes [2, K, n, D] from the device at `start`, and waits for it: once a flush, a few megabytes."""
-        self.host[i][:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
+        self.layer(i)[:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
 
     def open_work(self, i: int, row: int, start: int) -> None:
         """Copies a row's tokens before `start` to the device. A prefill's later tokens then go through layer i."""
@@ -139,7 +150,7 @@ class Offload:
             shape = self.host[i].shape[2:]
             self._work = self.staging[0].new_empty(shape), self.staging[0].new_empty(shape)
         torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
-        for work, host in zip(self._work, self.host[i][:, row], strict=True):
+        for work, host in zip(self._work, self.layer(i)[:, row], strict=True):
             work[:start].copy_(host[:start], non_blocking=True)
 
     def work(self, i: int, row: int) -> tuple[Tensor, Tensor]:
@@ -152,11 +163,14 @@ class Offload:
             return
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copy_stream):
-            for host, work in zip(self.host[i][:, row], self._work, strict=True):
+            for host, work in zip(self.layer(i)[:, row], self._work, strict=True):
                 host[start:stop].copy_(work[start:stop], non_blocking=True)
 
     def close_work(self) -> None:
-        """Waits, after a prefill that ended or was broken off, until no copy is in flight."""
+        """Waits, after a prefill that ended or was broken off, until no copy is in flight. What was not pinned by then
+        is not, until it is needed: a program that Ctrl-C ends would wait for it."""
+        for pin in self._pins.values():
+            pin.cancel()
         if self.on_cuda:
             self.copy_stream.synchronize()
         self._work = None

@@ -17,12 +17,16 @@ from ..model import ModelConfig
 from .offload import Offload
 from .store import Extent, View
 
+BACK = 1024  # tokens that a text can be taken back by, at least, where layers keep the newest ones alone
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
 STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads lengths on the device
 
 
 class PrefixStore(View):
-    """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
+    """Layers lie on the device, in `k` and `v`, or in `offload`.
+
+    A layer with a sliding window keeps a ring of the newest tokens: the window, and as many as a text may be taken back
+    by. `keep` notes what the rings hold where decoding begins, so that a text can always be taken back to there.
 
     A row's bits must not depend on when its neighbours flush. A kernel that reads each row's length on the device has a
     bound that no row will outgrow. Elsewhere the unmasked part stays as it was when the batch began. The masked part
@@ -32,41 +36,82 @@ class PrefixStore(View):
         capacity: tokens of a row, those of the shared prefix among them.
         chunk_size: tokens whose mean key is kept, for views to choose by; 0: none is.
         shared: the store that lies before all rows. Nothing writes to it.
+        interval: tokens that are written at a time, at most, while decoding.
     """
 
     _batch_extent: Extent | None = None  # of a batch, at its widest
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, offload: Offload | None = None,
-                 length_on_device: bool = False, chunk_size: int = 0, shared: "PrefixStore | None" = None):
+                 length_on_device: bool = False, chunk_size: int = 0, shared: "PrefixStore | None" = None,
+                 interval: int = 0):
         self.shared, self.base = shared, shared.lens[0] if shared is not None else 0
         slots = capacity - self.base
-        super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
+        self.windowed, self.window = frozenset(config.sliding_layers), config.sliding_window or 0
+        ring = min(slots, self.window + max(BACK, 2 * interval))  # tokens of a layer with a window
+        self.ring, self.interval = -(-ring // attention.RING) * attention.RING, interval
+        self.oldest = [self.base] * batch  # per row: the first position that rings still hold
+        self._kept: dict[int, tuple[int, int, list[Tensor]]] = {}  # per row: length, `oldest`, and rings; see `keep`
+        self.streamed = frozenset() if offload is None else frozenset(offload.layers)
+        super().__init__(config, batch, slots, device, dtype, slots=[
+            self.ring if i in self.windowed else 0 if i in self.streamed else slots for i in range(config.n_layer)])
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
-        self.num_resident = len(self.k)  # how many of the first layers lie on the device
+        whole = [self.k[i] for i in config.full_layers if i not in self.streamed]
+        self.num_resident = len(whole)  # how many of the layers that see all keys lie on the device
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
-        self.places = attention.places(self.k[0]) if self.k else None
-        chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
-        # By layer [B, K, C, D]: the mean key of every chunk.
-        self.chunk_keys = list(torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype))
+        self.places = attention.places(whole[0]) if whole else None
+        # By layer [B, K, C, D]: the mean key of every chunk. What has a window needs no view.
+        self.chunk_keys = [
+            torch.zeros(batch, config.n_kv_head, slots // chunk_size if chunk_size and i not in self.windowed else 0,
+                        config.head_dim, device=device, dtype=dtype) for i in range(config.n_layer)]
         self.own_len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], `len` without the base; see `close`
         for row in range(batch):
             self.truncate(row, self.base)
 
     def tensors(self) -> list[Tensor]:
         host = [] if self.offload is None else self.offload.host.values()
-        return [*super().tensors(), *host, *self.chunk_keys]
+        return [*super().tensors(), *host, *self.chunk_keys, *(x for *_, rings in self._kept.values() for x in rings)]
 
     def part(self, length: int) -> "PrefixStore":
         """The same storage, seen as one row of `length` tokens, for others to share."""
         part = copy.copy(self)
         part.lens, part.len, part.packed = [length], torch.full_like(self.len, length), None
         part.own_len, part.length_on_device = part.len, False
+        part.oldest, part._kept = [self.oldest[0]], {}
         return part
 
-    def truncate(self, row: int, length: int) -> None:
+    def truncate(self, row: int, length: int, behind: int = 0) -> None:
+        """behind: so many tokens more are about to be read, for the tail."""
         super().truncate(row, length)
         self.own_len[row].fill_(length - self.base)
+        if length + behind == self.base:
+            self.oldest[row] = self.base
+            self.forget(row)
+        elif not self.holds(row, length + behind):
+            _, self.oldest[row], kept = self._kept[row]
+            for ring, x in zip(self.rings(row), kept, strict=True):
+                ring.copy_(x)
+
+    def holds(self, row: int, length: int, kept: bool = False) -> bool:
+        """Whether all layers have what tokens behind the first `length` of a row will see; or with `kept`, will have it
+        after `truncate`."""
+        first = max(length - self.window - self.interval, self.base)  # of what is seen, or is to move to the tail
+        end, oldest, _ = self._kept.get(row, (-1, 0, []))
+        return (not self.windowed or length == self.base or first >= self.oldest[row]
+                or kept and length <= end and first >= oldest)
+
+    def rings(self, row: int) -> list[Tensor]:
+        return [x[i][row] for i in sorted(self.windowed) for x in (self.k, self.v)]
+
+    def keep(self, lengths: list[int]) -> None:
+        """Notes what the rings hold, for `truncate` to go back to, of rows of these lengths."""
+        if self.windowed:
+            self._kept = {row: (length, self.oldest[row], [x.clone() for x in self.rings(row)])
+                          for row, length in enumerate(lengths)}
+
+    def forget(self, row: int) -> None:
+        """Another text follows than the one that `keep` has seen."""
+        self._kept.pop(row, None)
 
     def close(self, row: int) -> None:
         """The row's output is not used until it is truncated: a kernel that reads lengths reads one key of it."""
@@ -82,37 +127,57 @@ class PrefixStore(View):
         if start < self.base:
             common = self.shared.load(i, 0, start, min(stop, self.base))
             return common if stop <= self.base else torch.cat([common, self.load(i, row, self.base, stop)], 2)
-        if i < self.num_resident:
-            return super().load(i, row, start - self.base, stop - self.base)
-        return self.offload.load(i, row, start, stop)
+        if i in self.streamed:
+            return self.offload.load(i, row, start, stop)
+        at = self._slots(i, start, stop)
+        return torch.stack([self.k[i][row][:, at], self.v[i][row][:, at]])
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
-        if i < self.num_resident:
-            super().store(i, row, start - self.base, kv)
-        else:
-            self.offload.store(i, row, start, kv)
+        if i in self.streamed:
+            return self.offload.store(i, row, start, kv)
+        if i in self.windowed:
+            start, kv = start + max(kv.shape[2] - self.ring, 0), kv[:, :, -self.ring :]
+            self.oldest[row] = max(self.oldest[row], start + kv.shape[2] - self.ring)
+        at = self._slots(i, start, start + kv.shape[2])
+        self.k[i][row][:, at], self.v[i][row][:, at] = kv
+
+    def _slots(self, i: int, start: int, stop: int) -> slice | Tensor:
+        """Where layer i has a row's own tokens [start, stop)."""
+        start, stop = start - self.base, stop - self.base
+        if i in self.windowed:
+            return torch.arange(start, stop, device=self.len.device) % self.ring
+        return slice(start, stop)
+
+    def first(self, i: int, length: int) -> int:
+        """The first position that layer i has of row 0, of `length` tokens."""
+        if i not in self.windowed:
+            return 0
+        return self.shared.first(i, self.base) if self.base and self.oldest[0] <= self.base else self.oldest[0]
 
     def score(self, i: int, row: int, start: int, k: Tensor) -> None:
         """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`: whole chunks."""
-        if self.chunk_size and k.shape[1]:
+        if self.chunk_size and k.shape[1] and i not in self.windowed:
             means = k.unflatten(1, (-1, self.chunk_size)).mean(2)  # [K, C, D]
             first = (start - self.base) // self.chunk_size
             self.chunk_keys[i][row, :, first : first + means.shape[1]] = means
 
     def score_layer(self, i: int, rows: range, start: int, stops: list[int]) -> None:
         """`score` of tokens [start, stop) of some rows, in a layer that a prefill has just written."""
-        for row, k, stop in zip(rows, self.working_layer(i, rows)[0], stops, strict=True):
+        keys = [] if i in self.windowed else self.working_layer(i, rows)[0]
+        for row, k, stop in zip(rows, keys, stops, strict=False):
             self.score(i, row, start, k[:, start - self.base : stop - self.base])
 
     def layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i as they lie, from `base` on: [K, S, D] each, on the device or on the host."""
-        if i < self.num_resident:
-            return self.k[i][row], self.v[i][row]
-        k, v = self.offload.host[i][:, row].transpose(1, 2)
-        return k, v
+        if i in self.streamed:
+            return tuple(self.offload.layer(i)[:, row].transpose(1, 2))
+        return self.k[i][row], self.v[i][row]
 
     def whole_layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `length` tokens of row 0 [K, S, D], where the first of them lie."""
+        """K and V of the first `length` tokens of row 0 [K, S, D], where the first of them lie; in a layer with a
+        window, of those from `first` on."""
+        if i in self.windowed:
+            return tuple(self.load(i, 0, self.first(i, length), length))
         own = [x[:, : length - self.base] for x in self.layer(i, 0)]
         if self.shared is None:
             return tuple(own)
@@ -122,19 +187,19 @@ class PrefixStore(View):
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
         """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V [B, K, S, D] each. An offloaded
         layer takes one row at a time."""
-        if i < self.num_resident:
-            here = slice(rows.start, rows.stop)
-            return self.k[i][here], self.v[i][here]
-        k, v = self.offload.work(i, rows.start)
-        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        if i in self.streamed:
+            return tuple(x.transpose(0, 1)[None] for x in self.offload.work(i, rows.start))
+        here = slice(rows.start, rows.stop)
+        return self.k[i][here], self.v[i][here]
 
     def pack(self) -> None:
         """Keeps a second copy of row 0 in the CPU's own layout, if the row is long enough to gain by it."""
         length = self.lens[0] - self.base
         self.packed = None
         if length >= MIN_TOKENS:
-            layers = zip(self.k, self.v, strict=True)
-            self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
+            self.packed = {i: PackedPrefix(k[0, :, :length], v[0, :, :length])
+                           for i, (k, v) in enumerate(zip(self.k, self.v, strict=True))
+                           if i not in self.windowed | self.streamed}
 
     def open(self, ends: list[int]) -> None:
         """Decides which part of a batch is masked. The prompts are in, and no row will outgrow its end."""

@@ -63,18 +63,18 @@ class View(Store):
     shared = None  # another store, which lies before all rows' own positions
     base = 0  # tokens of `shared` that all rows see
     streams = None  # the `Offload` whose pieces a step over it reads
-    packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see cpu.py
+    streamed: frozenset[int] = frozenset()  # layers that lie in host memory
+    packed: dict | None = None  # by layer: a second copy of its first tokens in the CPU's own layout; see cpu.py
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, slots: list[int] | None = None,
                  storage: list[Tensor] | None = None):
-        """num_layers: how many of the first layers it keeps; None: all. storage: where they lie, per layer [2, B, K,
-        capacity or more, D]; None: in new tensors."""
+        """slots: of each layer; None: `capacity`. storage: where they lie, per layer [2, B, K, capacity or more, D].
+        None: in new tensors."""
         if storage is None:
-            shape = (batch, config.n_kv_head, capacity, config.head_dim)
-            layers = config.n_layer if num_layers is None else num_layers
             # K and V are tensors of their own: compiled code that writes to two views of one storage keeps the offsets
             # that it first saw.
-            self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in range(2))
+            self.k, self.v = ([torch.zeros(batch, config.n_kv_head, n, config.head_dim, device=device, dtype=dtype)
+                               for n in ([capacity] * config.n_layer if slots is None else slots)] for _ in range(2))
         else:
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
         self.lens = [0] * batch

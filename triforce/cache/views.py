@@ -57,7 +57,9 @@ class RetrievalView(View):
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler,
                  shared: "CommonView | None" = None):
         self.joined = cache.joins_view and not self.of_shared
+        self.layers = cache.config.full_layers  # others read their newest keys, on each level
         super().__init__(cache.config, batch, aligned(budget), device, dtype,
+                         slots=[aligned(budget) * (i in self.layers) for i in range(cache.config.n_layer)],
                          storage=cache.tail.storage if self.joined else None)
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, VIEWS[kind]
         self.source = cache.prefix.shared if self.of_shared else cache.prefix  # what it is chosen from
@@ -71,7 +73,7 @@ class RetrievalView(View):
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
         # Per row: what was selected last, and the length of its own part of the prefix then.
-        self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
+        self._chunks = torch.zeros(batch, len(self.layers), cache.config.n_kv_head, self.num_selected,
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._due = self.source.offload, [False] * batch
@@ -132,7 +134,7 @@ class RetrievalView(View):
         """Selects for one row, from the queries that the cache kept. No host sync."""
         self.fit(row)
         length = self.lens[row]
-        for i in range(0 if self.selected[row] else len(self.k)):
+        for i in () if self.selected[row] else self.layers:
             for view, tokens in zip((self.k[i], self.v[i]), self.source.layer(i, row), strict=True):
                 view[row, :, :length] = tokens[:, :length]
         if self.selected[row]:
@@ -163,12 +165,12 @@ class RetrievalView(View):
         else:
             at = self.chunk_size + start % self.window_size
         stop = self.source.lens[row]
-        for i in range(len(self.k)):
+        for i in self.layers:
             self.store(i, row, at, self.source.load(i, row, stop - interval, stop))
 
     def positions(self, row: int, i: int) -> Tensor:
         """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
-        return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
+        return self._positions(self._chunks[row, self.layers.index(i), None], self._prefix_len[row])[0]
 
     def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
         """Sink, recent window and chunks [N, K, num_selected]: [N, K, held]. prefix_len: one for all, or [N]."""
@@ -219,20 +221,21 @@ class RetrievalView(View):
         """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
         source, row, chunks = self.source, self._row, self._of_row(self._chunks)
         prefix_len = self._of_row(source.own_len).long()
-        if self.num_selected:
-            scores = torch.stack([self._scores(i) for i in range(self.cache.config.n_layer)])
+        if self.num_selected and self.layers:
+            scores = torch.stack([self._scores(i) for i in self.layers])
             # One call for all layers: ten times faster on a GPU than one a layer.
             chunks = scores.topk(self.num_selected, -1, sorted=False).indices
             self._chunks[row] = chunks[None]  # [L, K, num_selected]
         self._prefix_len[row] = prefix_len[None]
-        if source.num_resident == 0:
+        resident = [i for i in self.layers if i not in source.streamed]
+        if not resident:
             return
-        at = self._positions(chunks[: source.num_resident], prefix_len)  # [L, K, held]
+        at = self._positions(chunks[: len(resident)], prefix_len)  # [L, K, held]
         heads = torch.arange(at.shape[1], device=at.device)[:, None]
-        for i in range(source.num_resident):
+        for i, here in zip(resident, at, strict=True):
             for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
                 # Whole tokens, five times faster on a GPU than by `gather`.
-                _in_words(view[:, :, : at.shape[2]])[row] = _in_words(tokens)[row[:, None], heads, at[i]][None]
+                _in_words(view[:, :, : at.shape[2]])[row] = _in_words(tokens)[row[:, None], heads, here][None]
 
     def follow(self, i: int, q: Tensor) -> None:
         """Chooses the chunks of layer i by the pending tokens' queries, which are about to read it, and copies them.
@@ -245,7 +248,7 @@ class RetrievalView(View):
             q: [B, K, G * M, D], the pending token's first of M. One row's view may be read by several rows.
         """
         source, first = self.source, self.chunk_size + self.window_size  # after sink and window
-        if i >= source.num_resident:
+        if i in source.streamed:
             return
         q = q.unflatten(2, (self.cache.group, -1))[:, :, :, 0]  # [B, K, G, D]
         if self.of_shared:
@@ -284,7 +287,7 @@ class RetrievalView(View):
         """Picks the selected tokens of layer i out of a piece [2, B, P, K, D] from `start` on, for the rows that await
         it. The pieces of a layer come in order."""
         if start == 0:
-            self._at = self._positions(self._chunks[:, i], self._prefix_len)  # [B, K, held]
+            self._at = self._positions(self._chunks[:, self.layers.index(i)], self._prefix_len)  # [B, K, held]
         at = (self._at - start).clamp(0, piece.shape[2] - 1)
         here = (at == self._at - start)[..., None]
         heads = torch.arange(at.shape[1], device=at.device)[:, None]

@@ -78,11 +78,11 @@ def need(job: Job, machine: Machine) -> dict:
     budget = settings.view_tokens(job.prompt_len, place.offload, capacity, 1)
     sizes = Sizes(job.rows, capacity, budget, min(one.vocab_size for one in (target, job.draft or target)))
 
-    resident = target.n_layer
+    resident = layers = len(target.full_layers)
     if place.offload:
         least = memory.plan_memory(target, job.draft, settings, replace(sizes, resident_layers=0), dtype, device)
         layer = memory.layer_bytes(target, job.rows, capacity, dtype)
-        resident = memory.resident_layers(place, target.n_layer, layer, least.parts, free, device)
+        resident = memory.resident_layers(place, layers, layer, least.parts, free, device)
         sizes = replace(sizes, resident_layers=resident)
     plan = memory.plan_memory(target, job.draft, settings, sizes, dtype, device)
     parts += [*plan.parts, *[plan.host] * (device.type == "cpu" and plan.host.bytes > 0)]  # a CPU's is the same memory
@@ -90,7 +90,7 @@ def need(job: Job, machine: Machine) -> dict:
     fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host_memory)))
     return {
         "fits": fits, "offload": place.offload, "dtype": str(dtype).removeprefix("torch."), "budget": budget,
-        "resident_layers": resident, "layers": target.n_layer, "bytes": size, "host_bytes": host,
+        "resident_layers": resident, "layers": layers, "bytes": size, "host_bytes": host,
         "parts": {part.name: part.bytes for part in parts}, "remedies": {part.name: part.remedies for part in parts}}
 
 
@@ -152,7 +152,7 @@ def job_of(args, rows: int | None = None) -> Job:
 def record(job: Job, machine: Machine) -> dict:
     """The plan, as JSON has it. Where a GPU is too small, the rest of the cache lies on the host."""
     ways = [job]
-    if machine.device.type == "cuda" and not (job.placement.offload or job.target.sliding_layers):
+    if machine.device.type == "cuda" and not job.placement.offload:
         ways.append(replace(job, placement=replace(job.placement, offload="auto")))
     needs = [need(way, machine) for way in ways]
     return {
@@ -170,7 +170,7 @@ def page(told: dict) -> str:
             (f"{'free on' if told['is_here'] else 'memory of'} one {noun}", gib(told["memory"]))]
     if noun == "GPU":
         rows += [("in host memory", gib(told["host_bytes"])), ("free on the host", gib(told["host_memory"]))]
-    rows += [(f"layers of the KV cache on the {noun}", f"{told['resident_layers']} of {told['layers']}"),
+    rows += [(f"layers with all keys on the {noun}", f"{told['resident_layers']} of {told['layers']}"),
              ("tokens of the view (--budget)", f"{told['budget']:,}"),
              (f"longest prompt ({'model' if told['longest_prompt'] == told['room'] else 'memory'} ends it)",
               f"{told['longest_prompt']:,}")]

@@ -74,7 +74,7 @@ class DecodeBatch:
                                   nodes)
         self.params = self.tape.params
         offload = None
-        if resident is not None and resident < config.n_layer:
+        if resident is not None and resident < len(config.full_layers):
             offload = Offload(config, resident, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
@@ -144,6 +144,7 @@ class DecodeBatch:
         self.prompts, self.is_whole = None, False
         if length < self.cache.lens[row]:
             self.cache.truncate(row, length)
+        self.cache.prefix.forget(row)
         self.lens[row] = length
         del self._texts[row][length:]
         self.is_whole = True
@@ -254,6 +255,7 @@ class DecodeBatch:
         """
         self._prompt_queries = [q[:, :, : self.cache.newest].clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
+        self.cache.prefix.keep(self.prompt_end)
         if self._pack:
             self.cache.prefix.pack()
         self._open(max_new_tokens, plan, padding)

@@ -26,6 +26,7 @@ from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
 from ..decode.batch import DecodeBatch, Models, Sizes
+from ..errors import UserError
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
@@ -110,7 +111,11 @@ class Buffers:
         else:
             held = state.base
             state.reset()
-            state.prefill_all(ids, on_prefill)
+            try:
+                state.prefill_all(ids, on_prefill)
+            except UserError:  # the system refuses to pin its memory
+                self.release()
+                raise
         state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]  # for the statistics
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
@@ -157,7 +162,8 @@ class Buffers:
 
     def _of_prefix(self, prefix: Prefix, ids: list[list[int]]) -> int:
         """How many tokens of a prefix the prompts share: not the last one of a prompt, which is pending."""
-        return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
+        common = self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
+        return common if prefix.store is not None and prefix.store.holds(0, common) else 0
 
     @property
     def _alone(self) -> DecodeBatch | None:
@@ -172,7 +178,8 @@ class Buffers:
         if not self.settings.reuse or len(ids) > 1 or state is None:
             return 0
         most = len(ids[0]) - 1 - state.cache.newest
-        return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
+        held = max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
+        return held if state.cache.prefix.holds(0, held, kept=True) else 0
 
     def _goes_on(self, held: int) -> bool:
         """Whether `held` tokens of a prompt, which the DecodeBatch holds, are enough to go on from."""
@@ -214,7 +221,8 @@ class Buffers:
         if state is not None and own:
             length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0])
             found.append((length if length > state.base else 0, state.cache.prefix))
-        length, store = max(((self._whole(length), store) for length, store in found), key=lambda one: one[0])
+        wholes = ((self._whole(length), store) for length, store in found)
+        length, store = max((one for one in wholes if one[0] == 0 or one[1].holds(0, one[0])), key=lambda one: one[0])
         return self.new_prefix(tokens, store.part(length) if length else None)
 
     @torch.inference_mode()
@@ -245,10 +253,9 @@ class Buffers:
         held = 0 if reader is None else self._whole(common_length(reader.tokens[: reader.layout.length],
                                                                   tokens[:length]))
         if held:
-            reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
-            for i in range(self.target.config.n_layer):
-                store.score(i, 0, 0, store.load(i, 0, 0, held)[0])
+            self._read(reader, store)
             num_read = held if held == length else held // unit * unit
+            num_read = num_read if store.holds(0, num_read) else 0
             store.truncate(0, num_read)
         stretch = length if every is None else -(-every // unit) * unit
         for start in range(num_read, length, stretch):
@@ -264,6 +271,20 @@ class Buffers:
         if self.settings.ngram and self.settings.auto:
             prefix.meter()  # which questions will need: on the host, while a GPU still computes
         return prefix
+
+    def _read(self, reader: PrefixReader, store: PrefixStore) -> None:
+        """Fills an empty store from a file."""
+        layout, config = reader.layout, self.target.config
+        newest = {i: torch.empty(2, config.n_kv_head, layout.held(i), config.head_dim, dtype=self.target.dtype,
+                                 device=self.device) for i in store.windowed}
+        reader.fill(lambda i: newest[i] if i in newest else store.layer(i, 0), self.heads, self.device,
+                    self.target.group)
+        for i in range(config.n_layer):
+            if i in newest:
+                store.oldest[0] = first = layout.length - layout.held(i)
+                store.store(i, 0, first, newest[i])
+            else:
+                store.score(i, 0, 0, store.load(i, 0, 0, self._whole(layout.length))[0])
 
     def _compute(self, cache: KVCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
         """Computes those of tokens [start, stop), after all earlier ones."""
@@ -297,7 +318,7 @@ class Buffers:
         self._check(self._plan_document(sizes), sizes)
         offload, resident = None, sizes.resident_layers
         with torch.inference_mode(False):
-            if resident is not None and resident < config.n_layer:
+            if resident is not None and resident < len(config.full_layers):
                 offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
                                   device=self.device, dtype=dtype, piece=settings.piece_tokens)
             return KVCache(config, self.target.rope, batch=1, capacity=length, block_size=1, offload=offload,
@@ -381,7 +402,7 @@ class Buffers:
         """How many layers of an offloaded prefix stay on the device."""
         layer = memory.layer_bytes(self.target.config, batch, capacity, self.target.dtype)
         return agreed(self.target.group, memory.resident_layers(
-            self.placement, self.target.config.n_layer, layer, beside.parts, memory.available(self.device),
+            self.placement, len(self.target.config.full_layers), layer, beside.parts, memory.available(self.device),
             self.device))
 
     def _check(self, plan: MemoryPlan, sizes: Sizes) -> None:
@@ -395,7 +416,7 @@ class Buffers:
             together(self.target.group, functools.partial(memory.check, parts, device, of_no_use))
         if sizes.resident_layers is not None:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", sizes.resident_layers,
-                     self.target.config.n_layer, self.device, plan.host.bytes / 2**30)
+                     len(self.target.config.full_layers), self.device, plan.host.bytes / 2**30)
 
     def _free(self) -> int | None:
         """Bytes of the device to plan with where there is a choice."""

@@ -80,9 +80,6 @@ def check_target(place: Placement, config: ModelConfig, device: torch.device | N
     """Raises UserError for a placement that the target does not fit. device: None: a GPU that can do all."""
     if (count := place.num_resident_layers or 0) > config.n_layer:
         raise UserError(f"num_resident_layers ({count}) is more than the model's {config.n_layer} layers; use fewer")
-    if config.sliding_layers and place.offload:
-        raise UserError(f"offload is for models whose layers see all keys, and {len(config.sliding_layers)} of this "
-                        f"one see the newest {config.sliding_window:,}; leave out --offload")
     if config.num_experts and "fp8" in (place.draft_dtype, place.weights):
         raise UserError("fp8 (weights, draft_dtype) is for dense models, and this one has experts; leave it out")
     if place.draft_dtype:

@@ -55,12 +55,13 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     state = DecodeBatch(Models(*models), settings, sizes, Compiler(torch.device("cpu")), shared=shared, runs_on=device)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
-    elsewhere = ["--num-resident-layers" if prefix.offload else "--offload"] * (not target.sliding_layers)
+    elsewhere = ["--num-resident-layers" if prefix.offload else "--offload"] * bool(target.full_layers)
     parts = [
         Part(f"KV cache of {batch} rows behind what they share" if base else kept,
              sum(x.nbytes for x in (*prefix.k, *prefix.v)),
              (*elsewhere, "--max-seq-len", "--batch-size")),
         Part("chunk keys", sum(x.nbytes for x in prefix.chunk_keys), ("--chunk-size",)),
+        Part("windows of the prompt", batch * sum(x.nbytes for x in prefix.rings(0)), ("--batch-size",)),
         Part("tail", state.cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
         Part("prefill activations", _prefill_bytes(target, settings, own, dtype), ("--prefill-chunk-size",)),
         Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
@@ -78,8 +79,7 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
                        ("--max-seq-len",)),
                   Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size"))]
-    on_host = 0 if sizes.resident_layers is None else target.n_layer - sizes.resident_layers
-    host = Part(f"KV cache of {on_host} layers in host memory", on_host * layer_bytes(target, batch, own, dtype),
+    host = Part(f"KV cache of {len(prefix.streamed)} layers in host memory", 0 if offload is None else offload.nbytes,
                 ("--num-resident-layers", "--max-seq-len", "--batch-size"))
     return MemoryPlan(tuple(part for part in parts if part.bytes), host)
 

@@ -75,7 +75,8 @@ class Prefix:
     def nbytes(self) -> int:
         """Bytes of keys and values, on the device and on the host; of this rank, if several share the model. On a CPU
         with memory to spare they are held a second time, in its own layout."""
-        return 0 if self.store is None else self.store.nbytes + sum(one.nbytes for one in self.store.packed or ())
+        return 0 if self.store is None else self.store.nbytes + sum(
+            one.nbytes for one in (self.store.packed or {}).values())
 
     def meter(self) -> NgramMeter:
         """How likely looking up is right in the held tokens. One pass over them serves all questions."""
@@ -98,8 +99,9 @@ class Prefix:
             return self.store.whole_layer(i, length)
 
         with engine.holding_still():
-            prompt_cache_file.write(path, layout_of(engine, len(self), length), self.about, self.tokens, layer,
-                                    engine.buffers.heads, engine.target.group)
+            layout = layout_of(engine, len(self), length, self.store)
+            prompt_cache_file.write(path, layout, self.about, self.tokens, layer, engine.buffers.heads,
+                                    engine.target.group)
 
     @property
     def about(self) -> dict:
@@ -147,11 +149,16 @@ class Prefix:
         return ids
 
 
-def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
-    """The sizes of a file. length: tokens that have keys and values."""
-    config = engine.target.config
+def layout_of(engine: "Engine", num_tokens: int, length: int, store: PrefixStore | None = None) -> Layout:
+    """The sizes of a file, at least. length: tokens that have keys and values, in a store; None: one yet to be made."""
+    config, firsts = engine.target.config, ()
     [dtype] = (name for name, dtype in prompt_cache_file.DTYPES.items() if dtype == engine.target.dtype)
-    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype)
+    if config.sliding_layers:
+        firsts = tuple(store.first(i, length) if store is not None else
+                       max(length - config.sliding_window, 0) * (i in config.sliding_layers)
+                       for i in range(config.n_layer))
+    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype,
+                  firsts)
 
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
@@ -174,8 +181,13 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
-        sizes = replace(layout_of(engine, len(reader.tokens), reader.layout.length), dtype=reader.layout.dtype)
-        if reader.layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
+        layout, config = reader.layout, engine.target.config
+        sizes = replace(layout_of(engine, len(reader.tokens), layout.length), dtype=layout.dtype, firsts=layout.firsts)
+        most = [max(layout.length - config.sliding_window, 0) if i in config.sliding_layers else 0
+                for i in range(config.n_layer)]
+        if any(first not in range(last + 1) for first, last in zip(layout.firsts, most, strict=False)):
+            raise altered
+        if layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
             raise altered
         yield reader
 

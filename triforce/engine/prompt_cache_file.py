@@ -4,6 +4,9 @@ The file is safetensors: `k.{i}.{h}` and `v.{i}.{h}` ([S, D]) for each layer i a
 `checksums` (int64): the CRC-32 of what the caller says `about` the file, and of each other tensor. The metadata hold
 the version and `about`. Tensors have one head each, so a file that two ranks wrote is opened by one or by four.
 
+A layer with a sliding window has the newest of its S tokens alone. The metadata say with which position each layer
+begins, where one has not all.
+
 Shapes: N tokens of the document, S of them that have keys and values, K KV heads of the whole model, D head_dim.
 """
 
@@ -52,12 +55,17 @@ class Layout:
     length: int
     head_dim: int
     dtype: str  # as safetensors names it
+    firsts: tuple[int, ...] = ()  # the first position that each layer has; (): 0
 
     def tensors(self) -> dict[str, tuple[str, list[int]]]:
         """Dtype and shape of each, in the order in which they lie."""
-        names = [name for i in range(self.num_layers) for name, *_ in heads_of(i, range(self.n_kv_head))]
-        of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim]))
-        return {"checksums": ("I64", [len(names) + 2]), **of_heads, "tokens": ("I32", [self.num_tokens])}
+        of_heads = {name: (self.dtype, [self.held(i), self.head_dim])
+                    for i in range(self.num_layers) for name, *_ in heads_of(i, range(self.n_kv_head))}
+        return {"checksums": ("I64", [len(of_heads) + 2]), **of_heads, "tokens": ("I32", [self.num_tokens])}
+
+    def held(self, i: int) -> int:
+        """Tokens that layer i has."""
+        return self.length - (self.firsts[i] if self.firsts else 0)
 
     def header(self, about: str) -> tuple[bytes, dict[str, int], int]:
         """(all that comes before the tensors, where each begins, bytes of the file)."""
@@ -65,7 +73,8 @@ class Layout:
         for name, (dtype, shape) in self.tensors().items():
             size = math.prod(shape) * (DTYPES | {"I32": torch.int32, "I64": torch.int64})[dtype].itemsize
             table[name], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}, at + size
-        metadata = json.dumps({"version": VERSION, "about": about})
+        firsts = {"firsts": json.dumps(self.firsts)} if self.firsts else {}
+        metadata = json.dumps({"version": VERSION, "about": about, **firsts})
         text = MAGIC + f",{metadata[1:]},{json.dumps(table)[1:]}".encode()
         text += b" " * (-len(text) % 8)
         starts = {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in table.items()}
@@ -204,7 +213,10 @@ class PrefixReader:
         found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
         num_layers = len({name.split(".")[1] for name in found if "." in name})
         (_, [num_tokens]), (dtype, [length, head_dim]) = found["tokens"], found["k.0.0"]
-        self.layout = Layout(num_tokens, num_layers, (len(found) // 2 - 1) // num_layers, length, head_dim, dtype)
+        firsts = tuple(json.loads(self._file.metadata().get("firsts", "[]")))
+        length += firsts[0] if firsts else 0
+        self.layout = Layout(num_tokens, num_layers, (len(found) // 2 - 1) // num_layers, length, head_dim, dtype,
+                             firsts)
         if found != self.layout.tensors() or dtype not in DTYPES or length > num_tokens:
             raise ValueError("its tensors do not fit each other")
         of_about, *of_tensors = self._file.get_tensor("checksums").tolist()
@@ -233,10 +245,11 @@ class PrefixReader:
         the tensors hold is then undefined.
 
         Args:
-            place: gives K and V of a layer, [len(heads), S or more, D] each, on `device` or the CPU, of any dtype.
+            place: gives K and V of a layer, [len(heads), S or more, D] each, on `device` or the CPU, of any dtype; for
+                the newest tokens of a layer with a window, of their number.
         """
         def fill() -> None:
-            tasks = ((name, kv[half][head - heads.start, : self.layout.length])
+            tasks = ((name, kv[half][head - heads.start, : self.layout.held(i)])
                      for i in range(self.layout.num_layers) for kv in [place(i)]
                      for name, half, head in heads_of(i, heads))
             with ThreadPoolExecutor(THREADS, initializer=like_this_thread(device)) as threads:

@@ -72,7 +72,7 @@ class PromptCacheFolder:
 
     def save(self, prefix: Prefix) -> None:
         """Writes a document, in the place of the oldest ones. What the disk refuses is logged."""
-        nbytes = layout_of(self.engine, len(prefix), prefix.num_shared).header("")[2]
+        nbytes = layout_of(self.engine, len(prefix), prefix.num_shared, prefix.store).header("")[2]
         digest = hashlib.sha256(json.dumps(prefix.tokens).encode()).hexdigest()[:32]
         try:
             read_first(self.engine.target.group, lambda: self._make_room(nbytes))
