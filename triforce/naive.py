@@ -28,6 +28,7 @@ distribution.
 Shapes: S tokens of the text, n drafted tokens, H query heads, K KV heads, D head_dim, C chunks, V vocabulary.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -289,14 +290,12 @@ class TriForce:
 
 # 4. What it does, step by step
 
-FACT = "Remember: ZugPidHok PojVuxXab."
-TALE = """
+TEXT = """
+Remember: ZugPidHok PojVuxXab.
 The road went down to the river, and along the river to the mill. There was nobody at the mill. The wheel stood still,
 and the door was open, so they went in and sat down by the fire. After a while an old man came in with a lamp in his
 hand. He asked them where they came from and what they wanted. They said that they had lost their way in the wood.
-"""
-QUESTION = "Remember: ZugPidHok"
-SHOWN, NEW = 3, 16  # rounds that are printed, and the fewest tokens that are compared
+Remember: ZugPidHok"""
 
 
 def main() -> None:
@@ -308,41 +307,28 @@ def main() -> None:
     tokenizer = Tokenizer(TINY / "target")
     target, draft = (load_model(TINY / name, dtype=torch.float64) for name in ("target", "draft"))
     levels = TriForce(target, draft, tokenizer.vocab_size, temperature=0.0, draft_window=64)
-    prompt = tokenizer.encode(f"\n{FACT}\n{TALE}\n{QUESTION}")
-    print(f"The prompt has {len(prompt)} tokens. It begins with {FACT!r}\n"
-          f"and ends with {QUESTION!r}. The draft reads its first {levels.draft_sink} and newest "
-          f"{levels.draft_window}\ntokens, so it cannot know the answer. The retrieval level reads {levels.budget} "
-          "tokens, its\nview, chosen by the newest queries, and the few tokens after it.\nThe full level reads all.")
+    prompt = tokenizer.encode(TEXT)
+    print(f"The prompt has {len(prompt)} tokens, and ends as it begins: 'Remember: ZugPidHok'.\n"
+          f"The draft reads the first {levels.draft_sink} and newest {levels.draft_window}, so it cannot know the rest."
+          f"\nThe retrieval level reads {levels.budget}, its view, and the full level reads all.")
 
     def quoted(tokens: list[int]) -> str:
-        return " ".join(repr(tokenizer.decode([token])) for token in tokens)
+        return " ".join(repr(tokenizer.decode([token])) for token in tokens) or "none"
 
-    text: list[int] = []
-    for number, brought in enumerate(levels.generate(prompt), 1):
-        text += brought.tokens
-        if number <= SHOWN:
-            print(f"\nRound {number}")
-            for check in brought.inner:
-                print(f"  The draft guesses {quoted(check.drafted)}.")
-                tell("retrieval level", check, quoted)
-            print(f"  The full level is given {quoted(brought.outer.drafted)}.")
-            tell("full level", brought.outer, quoted)
-            print(f"  So the text goes on: {quoted(brought.tokens)}")
-        if len(text) >= NEW:
-            break
-    plain = levels.plain(prompt, len(text))
-    passes = f"{number} passes of the full level brought {len(text)} tokens:"
-    print(f"\n{passes}\n{tokenizer.decode(text)!r}")
-    print(f"Plain decoding, {len(text)} passes: {'the same text' if plain == text else 'another text'}.")
-
-
-def tell(level: str, check: Check, quoted) -> None:
-    """Prints what became of a chain."""
-    kept, word = quoted(check.drafted[: check.num_accepted]), quoted([check.token])
-    if check.num_accepted == len(check.drafted):
-        print(f"    The {level} keeps all, and adds {word} (bonus).")
-    else:
-        print(f"    The {level} keeps {kept or 'none'}, then says {word} (recovered).")
+    rounds = list(itertools.islice(levels.generate(prompt), 5))
+    for number, brought in enumerate(rounds[:3], 1):
+        print(f"\nRound {number}")
+        inner = [("draft", "retrieval level", check) for check in brought.inner]
+        for below, level, check in [*inner, ("retrieval level", "full level", brought.outer)]:
+            missed = check.num_accepted < len(check.drafted)
+            kept = quoted(check.drafted[: check.num_accepted]) if missed else "all"
+            print(f"  The {below} guesses {quoted(check.drafted)}.\n    The {level} keeps {kept}, then says "
+                  f"{quoted([check.token])} ({'recovered' if missed else 'bonus'}).")
+        print(f"  So the text goes on: {quoted(brought.tokens)}")
+    text = [token for brought in rounds for token in brought.tokens]
+    same = levels.plain(prompt, len(text)) == text
+    print(f"\n{len(rounds)} passes of the full level brought {len(text)} tokens:\n{tokenizer.decode(text)!r}\n"
+          f"Plain decoding, {len(text)} passes: {'the same text' if same else 'another text'}.")
 
 
 if __name__ == "__main__":
