@@ -182,21 +182,18 @@ class Documents:
             self.held.append(self.held.pop(best))
             return whole_part(self.held[-1], length), length
         of_file = kept.find(ids)[0] if (kept := self.engine.buffers.kept) is not None else 0
-        made = self._making(lambda: self.engine.prefill(ids[: of_file or common]))
+        ids = ids[: of_file or common]
+        try:
+            made = self.engine.prefill(ids)
+        except UserError:  # where memory is short, documents make room
+            if not self.held:
+                raise
+            self.held.clear()
+            made = self.engine.prefill(ids)
         self.held.append(made)
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
             del self.held[0]
         return whole_part(made, made.num_shared), made.num_read
-
-    def _making(self, make: Callable[[], Prefix]) -> Prefix:
-        """Where memory is short, documents make room."""
-        try:
-            return make()
-        except UserError:
-            if not self.held:
-                raise
-            self.held.clear()
-            return make()
 
 
 def whole_part(document: Prefix, length: int) -> Prefix:
@@ -235,8 +232,8 @@ class Server:
         return answer
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"} if self.answers.is_alive() else {"status": "stopped"},
-                            200 if self.answers.is_alive() else 503)
+        is_alive = self.answers.is_alive()
+        return JSONResponse({"status": "ok" if is_alive else "stopped"}, 200 if is_alive else 503)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "created": 0,
@@ -246,7 +243,7 @@ class Server:
         body = await self.body(request, {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"})
         prompt = body.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-        if prompt is None or not prompt:
+        if not prompt:
             raise Refused("prompt is missing or empty; give a text, ids, or a list of these", param="prompt")
         prompts = await self.encoded(prompt if several else [prompt])
         return await self.respond(request, body, prompts, False, body.get("max_tokens", 16), body.get("logprobs"))
@@ -299,7 +296,7 @@ class Server:
             raise Refused(f"{len(prompts)} prompts with n {count} are more than {self.most_choices} answers "
                           "(--max-choices)", param="n")
         stop = body.get("stop", [])
-        stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
+        stop = tuple(stop) if isinstance(stop, list) else (stop,)
         sampling = OPENAI | self.engine.defaults | {name: body[name] for name in SAMPLING if name in body}
         bias = sampling.get("logit_bias")
         if isinstance(bias, dict):
@@ -309,21 +306,19 @@ class Server:
         checked = split(sampling, Sampling, what="option")[0][0].rows(1)
         check_biases(checked.logit_bias, self.engine.vocab_size)
         drawn = {name: value for name, [value] in vars(checked).items()}
-        loop, jobs, queues = asyncio.get_running_loop(), [], []
+        loop, jobs, queue = asyncio.get_running_loop(), [], asyncio.Queue()
         for ids in prompts:
             self.engine.check_len(len(ids), limit)
             for i in range(count):
-                queue: asyncio.Queue = asyncio.Queue()
                 seed = drawn["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
-                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue),
+                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue, len(jobs)),
                                 body.get("stream", False)))
-                queues.append(queue)
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)
         if body.get("stream"):
-            return StreamingResponse(shape.events(jobs, queues), media_type="text/event-stream")
+            return StreamingResponse(shape.events(jobs, queue), media_type="text/event-stream")
         with cancelling(jobs):
-            return JSONResponse(shape.whole(jobs, await gathered(request, queues)))
+            return JSONResponse(shape.whole(jobs, await gathered(request, queue, len(jobs))))
 
     @staticmethod
     def number(name: str, value, most: int, least: int = 1) -> int:
@@ -332,10 +327,11 @@ class Server:
         return value
 
 
-def sender(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> Callable[[object], None]:
+def sender(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, i: int) -> Callable[[object], None]:
+    """Puts (i, item) into the queue of a request. i: of its jobs."""
     def send(item) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
-            loop.call_soon_threadsafe(queue.put_nowait, item)
+            loop.call_soon_threadsafe(queue.put_nowait, (i, item))
 
     return send
 
@@ -350,23 +346,20 @@ def cancelling(jobs: list[Job]):
             job.is_cancelled.set()
 
 
-async def gathered(request: Request, queues: list[asyncio.Queue]) -> list[Generation]:
+async def gathered(request: Request, queue: asyncio.Queue, count: int) -> list[Generation]:
     """The results of all jobs. A client that goes away ends them."""
-    found = []
-    for queue in queues:
-        if isinstance(item := await next_item(queue, request), Exception):
-            raise item
-        found.append(item)
-    return found
-
-
-async def next_item(queue: asyncio.Queue, request: Request):
-    while True:
+    found = {}
+    while len(found) < count:
         try:
-            return await asyncio.wait_for(queue.get(), 0.5)
+            i, item = await asyncio.wait_for(queue.get(), 0.5)
         except TimeoutError:
             if await request.is_disconnected():
                 raise Refused("the client is gone", 499) from None
+            continue
+        if isinstance(item, Exception):
+            raise item
+        found[i] = item
+    return [found[i] for i in range(count)]
 
 
 class Shape:
@@ -383,39 +376,33 @@ class Shape:
         choices = []
         for i, result in enumerate(results):
             text = {"message": {"role": "assistant", "content": result.text}} if self.is_chat else {"text": result.text}
-            choices.append({"index": i, **text, "logprobs": self.logprobs(result),
-                            "finish_reason": reason(result)})
+            choices.append({"index": i, **text, "logprobs": self.logprobs(result), "finish_reason": reason(result)})
         return {**self.head, "choices": choices, "usage": usage(jobs, results)}
 
-    async def events(self, jobs: list[Job], queues: list[asyncio.Queue]) -> AsyncIterator[str]:
+    async def events(self, jobs: list[Job], queue: asyncio.Queue) -> AsyncIterator[str]:
         """Server-sent events, as they come; the log-probabilities of an answer come with its end."""
         with cancelling(jobs):
-            merged, results, sent = asyncio.Queue(), {}, [0] * len(jobs)
-            tasks = [asyncio.create_task(forward(i, queue, merged)) for i, queue in enumerate(queues)]
-            try:
-                if self.is_chat:
-                    for i in range(len(jobs)):
-                        yield self.event(i, {"role": "assistant", "content": ""})
-                while len(results) < len(jobs):
-                    i, item = await merged.get()
-                    if isinstance(item, Exception):
-                        told = item if isinstance(item, Refused) else Refused(str(item))
-                        yield f"data: {json.dumps({'error': told.body()})}\n\n"
-                        return
-                    text = item.text[sent[i] :] if isinstance(item, Generation) else item
-                    sent[i] += len(text)
-                    if text:
-                        yield self.event(i, {"content": text} if self.is_chat else text)
-                    if isinstance(item, Generation):
-                        results[i] = item
-                        yield self.event(i, {} if self.is_chat else "", reason(item), self.logprobs(item))
-                if self.wants_usage:
-                    every = [results[i] for i in range(len(jobs))]
-                    yield f"data: {json.dumps({**self.chunk, 'choices': [], 'usage': usage(jobs, every)})}\n\n"
-                yield "data: [DONE]\n\n"
-            finally:
-                for task in tasks:
-                    task.cancel()
+            results, sent = {}, [0] * len(jobs)
+            if self.is_chat:
+                for i in range(len(jobs)):
+                    yield self.event(i, {"role": "assistant", "content": ""})
+            while len(results) < len(jobs):
+                i, item = await queue.get()
+                if isinstance(item, Exception):
+                    told = item if isinstance(item, Refused) else Refused(str(item))
+                    yield f"data: {json.dumps({'error': told.body()})}\n\n"
+                    return
+                text = item.text[sent[i] :] if isinstance(item, Generation) else item
+                sent[i] += len(text)
+                if text:
+                    yield self.event(i, {"content": text} if self.is_chat else text)
+                if isinstance(item, Generation):
+                    results[i] = item
+                    yield self.event(i, {} if self.is_chat else "", reason(item), self.logprobs(item))
+            if self.wants_usage:
+                every = list(results.values())
+                yield f"data: {json.dumps({**self.chunk, 'choices': [], 'usage': usage(jobs, every)})}\n\n"
+            yield "data: [DONE]\n\n"
 
     @property
     def chunk(self) -> dict:
@@ -444,11 +431,6 @@ class Shape:
                             for token, value, top in rows]}
 
 
-async def forward(i: int, source: asyncio.Queue, target: asyncio.Queue) -> None:
-    while True:
-        await target.put((i, await source.get()))
-
-
 def as_text(token: bytes) -> str:
     return token.decode("utf-8", "replace")
 
@@ -467,18 +449,16 @@ def usage(jobs: list[Job], results: list[Generation]) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce serve`."""
-    p = Parser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface. Other "
-               "flags: NAME=VALUE of `triforce.load`, such as --set budget=4096.")
+    p = Parser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface.")
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--draft", help="a draft model, ngram or none")
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of load, JSON or text")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of load, JSON or text: budget=512")
     p.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
     p.add_argument("--port", type=int, default=8000)
     p.add_argument("--api-key", help="what clients must give; default: nothing")
     p.add_argument("--served-model-name", help="default: the checkpoint")
     p.add_argument("--cache-memory", default="8GB", help="of held documents (default 8GB)")
-    p.add_argument("--cache-dir", help="a folder for files of documents, which outlive the server (see also "
-                   "--set cache_dir_size=64GB); default: none")
+    p.add_argument("--cache-dir", help="a folder for files of documents (see also --set cache_dir_size=64GB)")
     p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
     p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait; more get status 429")
     p.add_argument("--max-tokens", type=int, default=4096, help="the most new tokens of an answer")
