@@ -72,6 +72,11 @@ def whole(at_least: int, usual: int | str) -> Check:
     return must(f"a whole number, at least {at_least}; try {usual}", lambda x: is_whole(x) and x >= at_least)
 
 
+def natural(default: int | None, at_least: int, usual: int, help: str, **more):
+    """A field that is a whole number."""
+    return option(default, help, whole(at_least, usual), type=int, **more)
+
+
 def number(in_range: Callable[[float], bool], wanted: str) -> Check:
     return must(wanted, lambda x: isinstance(x, (int, float)) and in_range(x))
 
@@ -113,75 +118,63 @@ class Settings(Options):
     """How a hierarchy is built. Shapes follow from these, so a change builds new caches."""
 
     draft: str | Path | bool | Callable | None = option(
-        None, "the draft model: a folder, a repository id, or 'tiny'; 'ngram': no model, but the tokens that followed "
-        "the newest ones earlier in the text; False ('none' on the command line): nothing; in Python also a function "
-        "that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma 'auto' "
-        "n-grams may draft, too")
+        None, "the draft model: a folder, a repository id, or 'tiny'; 'ngram': what followed the newest tokens before; "
+        "False ('none' as a flag): nothing; in Python also a function that makes a `Drafter` of a `Tape`. Default: the "
+        "pair's own for 'tiny', else no model; with gamma 'auto' n-grams may draft, too")
     retrieval: bool = option(
-        True, "a middle level checks drafts over a part of the cache; with --no-retrieval the full cache checks them "
-        "directly", one_of(True, False), flag="--no-retrieval", action="store_false")
+        True, "a middle level checks drafts over a part of the cache; --no-retrieval leaves it out",
+        one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
-        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
-        "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
-        "of their tokens",
+        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096; "
+        "with offload 1/16, up to 8192; twice as much where several prompts share most of their tokens",
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
-        "auto", "tokens drafted for a check by the full cache, or 'auto'. At most block_size - 1. 'auto', the default: "
-        "gamma and drafting levels are chosen for each round, by step times and acceptance. The output's distribution "
-        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling",
+        "auto", "tokens drafted for a check by the full cache, at most block_size - 1. 'auto' (default): what drafts "
+        "and how much is chosen by times and acceptance. The distribution is the same, but a seed repeats a text only "
+        "with a number, or coupled sampling",
         must("a whole number, at least 1, or 'auto'; try 6", lambda x: x == "auto" or is_whole(x) and x > 0),
         type=_number_or_text)
-    gamma_inner: int | None = option(
-        None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
-        "most 4, on a CPU 3)", whole(1, 2), type=int)
+    gamma_inner: int | None = natural(
+        None, 1, 2, "tokens drafted for a verify over the view (default: 2; with gamma 'auto' up to 4, on a CPU 3)")
     sampling: str = option(
-        "rejection", "how drawn tokens are drafted and checked: rejection (default), speculative sampling, which "
-        "accepts the most tokens; coupled, all levels share their noise, so that a seed gives the text of "
-        "speculate=False, whatever drafts, with gamma 'auto' too",
+        "rejection", "how drawn tokens are checked: rejection (default) accepts the most; coupled: all levels share "
+        "their noise, so a seed gives the text of speculate=False, whatever drafts, with gamma 'auto' too",
         one_of("rejection", "coupled"), choices=("rejection", "coupled"))
-    leaves: int | None = option(
-        None, "with coupled sampling: runners-up that are checked beside each drafted token, in rows of their own "
-        "(default: 1 on a GPU, for a batch of at most 2, where at most 4 query heads share a KV head; else 0)",
-        whole(0, 1), type=int)
-    leaves_inner: int | None = option(
-        None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
-        type=int)
-    tree_size: int = option(
-        0, "with coupled sampling: rows of a verify that checks a tree, at most 512, rounded up to a multiple of 4. "
-        "The retrieval level grows branches beside the chain; no path is longer than block_size - 1. It pays "
-        "where a verify is slow: with offload (default 0: chains, with leaves)", whole(0, 512), type=int)
+    leaves: int | None = natural(
+        None, 0, 1, "with coupled sampling: runners-up that are checked beside each drafted token (default: 1 on a GPU "
+        "for a batch of at most 2, where at most 4 query heads share a KV head; else 0)")
+    leaves_inner: int | None = natural(
+        None, 0, 3, "the same of the retrieval level (default: 3 on a GPU for a batch of at most 2; else 0)")
+    tree_size: int = natural(
+        0, 0, 512, "with coupled sampling: rows of a verify that checks a tree, at most 512, in steps of 4. No path is "
+        "longer than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)")
     draft_cache: str | None = option(
-        None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest tokens "
-        "attend to, chosen again and again; query, those that the pending token attends to, chosen in each step and "
-        "layer; snapkv, those that the prompt's end attends to; streaming, the first and the newest")
-    chunk_size: int = option(8, "tokens that are retrieved together (default 8)", whole(1, 8), type=int)
+        None, "tokens of its cache that the target drafts with: retrieval (default), what the newest tokens attend to, "
+        "chosen again and again; query, what the pending token attends to, in each step and layer; snapkv, what the "
+        "prompt's end attends to; streaming, the first and the newest")
+    chunk_size: int = natural(8, 1, 8, "tokens that are retrieved together (default 8)")
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
         number(lambda x: 0 <= x < 1, "a share of the budget, at least 0 and below 1; try 0.25"), type=float)
-    rebuild_interval: int | None = option(
-        None, "tokens between two choices of the view (default: by device and number of rows)", whole(1, 64), type=int)
-    block_size: int | None = option(
-        None, "rows of a full verify, leaves aside, on a CPU rounded up to a multiple of 4 (default: 8 on a CPU; 16 on "
-        "a GPU, fewer for a batch of more than 4, for many rows over a shared prefix, and where more than 4 query "
-        "heads share a KV head, leaves counted; 64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
-    flush_interval: int | None = option(
-        None, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)",
-        whole(1, 128), type=int)
-    draft_sink: int = option(4, "first tokens that a draft model keeps (default 4)", whole(0, 4), type=int)
-    draft_window: int | None = option(
-        None, "newest tokens that a draft model attends to (default: an eighth of the positions of its "
-        "config.json, between 256 and 4096)", whole(1, 256), type=int)
-    prefill_chunk_size: int | None = option(
-        None, "tokens prefilled at a time (default: 1024, on a GPU 8192; multiples of 128 are fastest there)",
-        whole(1, 2048), type=int)
-    piece_tokens: int | None = option(
-        None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); smaller pieces take longer, "
-        "and a verify of more than two a layer is not recorded as a CUDA graph", whole(1, 2048), type=int)
+    rebuild_interval: int | None = natural(
+        None, 1, 64, "tokens between two choices of the view (default: by device and number of rows)")
+    block_size: int | None = natural(
+        None, 1, 8, "rows of a full verify, leaves aside, on a CPU in steps of 4 (default: 8 on a CPU; 16 on a GPU, "
+        "with offload 64, fewer for a batch of more than 4 or of 4 query heads a KV head; 1 where nothing drafts)")
+    flush_interval: int | None = natural(
+        None, 1, 128, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)")
+    draft_sink: int = natural(4, 0, 4, "first tokens that a draft model keeps (default 4)")
+    draft_window: int | None = natural(
+        None, 1, 256, "newest tokens that a draft model attends to (default: 1/8 of its positions, from 256 to 4096)")
+    prefill_chunk_size: int | None = natural(
+        None, 1, 2048, "tokens prefilled at a time (default: 1024; on a GPU 8192, and multiples of 128 are fastest)")
+    piece_tokens: int | None = natural(
+        None, 1, 2048, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); a verify of more than "
+        "two such pieces a layer is not recorded as a CUDA graph")
     reuse: bool = option(
-        True, "prompts of a call share the tokens that they begin with in common, and a prompt that begins with what "
-        "the last call holds computes only the rest; with --no-reuse each is computed from its beginning",
-        one_of(True, False), flag="--no-reuse", action="store_false")
+        True, "compute once what prompts of a call, or the last call's text, begin with in common; --no-reuse: each is "
+        "computed from its beginning", one_of(True, False), flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
@@ -357,9 +350,8 @@ def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float 
     if budget < smallest:
         raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
                         f"of {flush_interval} and one chunk of {chunk_size}")
-    if budget % chunk_size:
-        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try "
-                        f"{budget // chunk_size * chunk_size}")
+    if rest := budget % chunk_size:
+        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try {budget - rest}")
     most = (budget - 2 * chunk_size) // flush_interval  # leaves a sink chunk and a selected one
     window_size = min(max(int(budget * recent) // flush_interval, 1), most) * flush_interval
     return window_size, (budget - chunk_size - window_size) // chunk_size
@@ -373,35 +365,28 @@ class Placement(Options):
     dtype: "str | torch.dtype | None" = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     compile: bool | None = option(
-        None, "compile the steps before the first answer: up to a minute, and some 15 seconds once they were compiled "
-        "on this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and "
-        "no graphs", one_of(True, False), action=BooleanOptionalAction)
-    max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
-                                     type=int)
-    max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
-                                 flag=None)
+        None, "compile steps before the first answer: up to a minute, later 15 seconds. Default: on a GPU recorded "
+        "graphs. --no-compile: none of both", one_of(True, False), action=BooleanOptionalAction)
+    max_seq_len: int | None = natural(None, 2, 4096, "most tokens of prompt and output (default: as needed)")
+    max_batch_size: int = natural(1, 1, 8, "prompts that run side by side; more are served group by group", flag=None)
     offload: bool | str = option(
-        False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
-        "layers that do not fit the device", one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"],
-        metavar="auto")
-    num_resident_layers: int | None = option(None, "layers of an offloaded cache that stay on the device (alias "
-                                             "--on-chip)", whole(0, 4), type=int)
-    resident_memory: int | str | None = option(
-        None, "memory of the device for layers of an offloaded cache, in bytes or as a text: 20GiB")
+        False, "keep the KV cache in host memory, which is pinned; 'auto': layers that do not fit the device",
+        one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"], metavar="auto")
+    num_resident_layers: int | None = natural(
+        None, 0, 4, "layers of an offloaded cache that stay on the device (alias --on-chip)")
+    resident_memory: int | str | None = option(None, "memory of the device for an offloaded cache, as bytes or 20GiB")
     weights: str | None = option(
-        None, "'fp8': the target's linear layers are rounded to fp8 as they are read, with a scale for each output "
-        "channel. They take a byte a weight, and all promises hold for the rounded model. A GPU of compute capability "
-        "8.9 or later also rounds their inputs, and multiplies in fp8. 'wide': a checkpoint's fp8 weights are widened "
-        "as they are read, which takes more memory. Default: as the checkpoint has them", one_of("fp8", "wide"))
+        None, "'fp8': the target's linear layers are rounded to fp8, a byte a weight, and all promises hold for the "
+        "rounded model. A GPU of compute capability 8.9 or later also multiplies in fp8. 'wide': a checkpoint's fp8 is "
+        "widened, which takes more memory. Default: as the checkpoint has them", one_of("fp8", "wide"))
     draft_dtype: str | None = option(
-        None, "'fp8': the retrieval level drafts with a copy of the target's weights in fp8. The output stays exact. "
-        "The copy takes a byte for each weight, and needs a GPU of compute capability 8.9 or later", one_of("fp8"))
+        None, "'fp8': the retrieval level drafts with an fp8 copy of the target, a byte a weight. The output stays "
+        "exact. It needs a GPU of compute capability 8.9 or later", one_of("fp8"))
     draft_ranks: list[int] | None = option(
-        None, "of the ranks that torchrun started, those that run the draft, rank 0 among them; several share it. "
-        "Default: every rank runs the whole draft", nargs="+", type=int, metavar="RANK")
+        None, "ranks of torchrun that run the draft, rank 0 among them; several share it. Default: each runs all of it",
+        nargs="+", type=int, metavar="RANK")
     cache_dir: str | Path | None = option(
-        None, "a folder that keeps the keys and values of long prompts, in files. A later prompt that begins like one "
-        "of them reads its file, in any process with the same model")
+        None, "a folder for the keys and values of long prompts, which later prompts with the same beginning read")
     cache_dir_size: int | str = option("64GB", "bytes of all files in cache_dir; the newest stay (default 64GB)",
                                        lambda name, size: parse_size(size, name))
 
@@ -461,8 +446,7 @@ MOST_BIAS = 1e30  # divided by the least temperature, it is still a float32
 
 def _check_bias(name: str, value) -> None:
     if not isinstance(value, dict):
-        raise UserError(f"{name} ({value!r}) must be a dict from ids to numbers, or a list of one a prompt; try "
-                        "{5: -100.0}")
+        raise UserError(f"{name} ({value!r}) must be a dict, or one a prompt, from ids to numbers; try {{5: -100.0}}")
     for token, bias in value.items():
         if not is_whole(token):
             raise UserError(f"{name} has the id {token!r}, and ids are whole numbers; try {{5: -100.0}}")
@@ -480,8 +464,7 @@ def check_biases(biases: list[dict[int, float]], vocab_size: int) -> None:
                 raise UserError(f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}; ids go from "
                                 f"0 to {vocab_size - 1}")
         if sum(value == -math.inf for value in bias.values()) == vocab_size:
-            raise UserError(f"logit_bias forbids all {vocab_size} tokens of the vocabulary; leave at least one without "
-                            "-inf")
+            raise UserError(f"logit_bias forbids all {vocab_size} tokens of the vocabulary; leave one without -inf")
 
 
 class _AddBias(Action):
@@ -500,26 +483,24 @@ class _AddBias(Action):
 class Sampling:
     """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
-    temperature: float = per_row(0.6, None, "float32", "0 is greedy. Default: what the checkpoint's "
-                                 "generation_config.json says, as for the next three, or else 0.6 (alias --temp)",
-                                 lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
-    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass. "
-                                  "Default: the checkpoint's, or else 0.9",
-                                  lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
-    top_k: int | None = per_row(None, 0, "int64", "keep this number of the likeliest tokens",
-                                lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
-                                int)
-    min_p: float | None = per_row(None, 0.0, "float32", "keep tokens of at least this chance, relative to the best",
-                                  lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
-    seed: int | None = per_row(None, 0, "int64", "of the random numbers. Row i of a batch uses seed + i "
-                               "(default: drawn, and told in the statistics)",
-                               lambda x: -(2**63) <= x < 2**63 and int(x) == x,
-                               "a whole number of at most 64 bits", int)
-
+    temperature: float = per_row(
+        0.6, None, "float32", "0 is greedy. Default: the checkpoint's, or else 0.6 (alias --temp)",
+        lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number", float)
+    top_p: float | None = per_row(
+        0.9, 1.0, "float32", "keep the most probable tokens of this mass. Default: the checkpoint's, or else 0.9",
+        lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
+    top_k: int | None = per_row(
+        None, 0, "int64", "keep this number of the likeliest tokens",
+        lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token", int)
+    min_p: float | None = per_row(
+        None, 0.0, "float32", "keep tokens of at least this chance, relative to the best",
+        lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
+    seed: int | None = per_row(
+        None, 0, "int64", "of the random numbers; row i of a batch uses seed + i (default: drawn, and told)",
+        lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits", int)
     logit_bias: dict | None = option(
-        None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
-        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased "
-        "distribution exactly",
+        None, "added to the logits, before the temperature: {id: number} (on the command line ID=BIAS, may be "
+        "repeated); -inf forbids a token. Output follows the biased distribution exactly",
         _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
     def rows(self, prompts: int, count: int = 1, draw: Callable[[], int] | None = None) -> "Sampling":
@@ -597,8 +578,8 @@ def check_logprobs(k, vocab_size: int | None = None) -> None:
         raise UserError(f"logprobs ({k}) must be at most {vocab_size}, the size of the vocabulary; try 5")
 
 
-def check_max_new_tokens(value) -> int:
-    """The whole number, at least 1, that it must be. Raises UserError if it is not."""
+def as_count(name: str, value, usual: int) -> int:
+    """The whole number, at least 1, that a value must be. Raises UserError if it is not."""
     value = as_numbers(value)
-    whole(1, 256)("max_new_tokens", value)
+    whole(1, usual)(name, value)
     return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
+from ..config import Placement, Settings, as_count, find_device, parse_size
 from ..decode.batch import Sizes
 from ..engine import memory
 from ..engine.loading import check_target, find_dtype
@@ -137,15 +137,15 @@ def job_of(args, rows: int | None = None) -> Job:
     check_target(placement, target)
     if args.prompts is not None and rows is None:
         rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
-    job = Job(target, folder and read_config(folder), settings, placement, 0,
-              check_max_new_tokens(args.max_new_tokens), rows or 1)
+    new = as_count("max_new_tokens", args.max_new_tokens, 256)
+    job = Job(target, folder and read_config(folder), settings, placement, 0, new, rows or 1)
     text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
     if text is not None and args.prompt_len is None:
         raise UserError(f"a plan reads no text, and {text} names one; say how many tokens it has with --prompt-len")
     length = args.prompt_len or min(request.DEFAULT_PROMPT_LEN, max(job.room, 1))
     if length > job.room and (args.keep is None or job.room < 1):
-        raise UserError(f"a prompt of {length} tokens and {job.max_new_tokens} new ones exceed the "
-                        f"{job.room + job.max_new_tokens} that the model or --max-seq-len allows; use fewer, or --keep")
+        raise UserError(f"a prompt of {length} tokens and {new} new ones exceed the {job.room + new} that the model "
+                        "or --max-seq-len allows; use fewer, or --keep")
     return replace(job, prompt_len=min(length, job.room))
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, is_whole, names_of
+from ..config import Placement, Sampling, Settings, as_count, check_logprobs, is_whole, names_of
 from ..engine.prompt_cache_path import check_source, check_target
 from ..errors import UserError
 from ..hf.folders import find_draft, resolve
@@ -90,7 +90,7 @@ def check_values(args) -> None:
     Settings(**given(args, Settings))
     Placement(**given(args, Placement))
     Sampling(**given(args, Sampling)).rows(1)
-    check_max_new_tokens(args.max_new_tokens)
+    as_count("max_new_tokens", args.max_new_tokens, 256)
     check_logprobs(args.logprobs)
     if args.save_prefix is not None:
         check_target(args.save_prefix)  # before hours of work

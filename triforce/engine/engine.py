@@ -24,20 +24,7 @@ from torch import Tensor
 
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
-from ..config import (
-    Placement,
-    Sampling,
-    Settings,
-    as_numbers,
-    check_biases,
-    check_logprobs,
-    check_max_new_tokens,
-    is_whole,
-    parse_size,
-    split,
-    takes,
-    whole,
-)
+from ..config import Placement, Sampling, Settings, as_count, as_numbers, check_biases, check_logprobs, split, takes
 from ..decode.batch import DecodeBatch, Models
 from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from ..errors import NotFinite, TooLong, UserError
@@ -86,15 +73,13 @@ class Engine:
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         self.compute_stream = compute_stream or ComputeStream(target.device)
         placement = replace(placement or Placement(), device=target.device).resolve()
-        limit, longest = target.config.max_len, placement.max_seq_len
+        limit, name, longest = target.config.max_len, target.config.limit_name, placement.max_seq_len
         if longest is not None and longest > limit:
-            raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
-                            f"use at most {limit}")
+            raise UserError(f"max_seq_len ({longest}) exceeds the model's {name}; use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
-        models, folder_size = Models(target, draft, drafting, placement.draft_ranks), placement.cache_dir_size
-        kept = None if placement.cache_dir is None else PromptCacheFolder(
-            self, placement.cache_dir, parse_size(folder_size, "cache_dir_size"))
+        models, cache_dir = Models(target, draft, drafting, placement.draft_ranks), placement.cache_dir
+        kept = None if cache_dir is None else PromptCacheFolder(self, cache_dir, placement.cache_dir_size)
         self.buffers = Buffers(models, settings or Settings(), placement, vocab_size, self.compute_stream.cuda,
                                partial(Prefix, self), kept)
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
@@ -149,9 +134,8 @@ class Engine:
         """
         many = _is_batch(prompt)
         prompts = list(prompt) if many else [prompt]
-        count = 1 if num_samples is None else as_numbers(num_samples)
-        whole(1, 8)("num_samples", count)
-        with notebook_bars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens)):
+        count = 1 if num_samples is None else as_count("num_samples", num_samples, 8)
+        with notebook_bars(options, len(prompts) * count * as_count("max_new_tokens", max_new_tokens, 256)):
             call = self._call(prompts, max_new_tokens, prefix=prefix, count=count, **options)
             sessions: list[Session] = []
             with self.compute_stream.lock:
@@ -182,7 +166,7 @@ class Engine:
             UserError: an empty document, or one too long for the model or the memory; a file to keep it in that holds
                 another one.
         """
-        whole(1, 65_536)("keep_every", keep_every)
+        as_count("keep_every", keep_every, 65_536)
         group, rendered_at, reader = self.target.group, None, None
         messages = list(document) if is_messages(document) else None
         about = {"messages": messages, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
@@ -343,10 +327,9 @@ class Engine:
         self._check_ids([token for row in rows for token in row])
         length = len(rows[0])
         self.check_len(length, 0)
-        last = length if last is None else as_numbers(last)
-        if not is_whole(last) or not 1 <= last <= length:
-            raise UserError(f"last ({last!r}) must be a whole number, at least 1 and at most {length}, the number of "
-                            "ids in a row; leave it out for all of them")
+        last = length if last is None else as_count("last", last, length)
+        if last > length:
+            raise UserError(f"last ({last}) must be at most {length}, the ids of a row; leave it out for all of them")
         if prefix is not None:
             check_prefix(prefix, self)
         shared = None if prefix is None else prefix.store
@@ -416,10 +399,9 @@ class Engine:
             defaults = {name: value for name, value in defaults.items() if name == "temperature"}
         limits, stops, ends = as_numbers(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
         limits = limits if isinstance(limits, list) else [limits] * len(prompts)
-        limits = [check_max_new_tokens(one) for one in limits]
+        limits = [as_count("max_new_tokens", one, 256) for one in limits]
         if len(limits) != len(prompts):
-            raise UserError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts; give one value, or "
-                            "one a prompt")
+            raise UserError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts; give one a prompt")
         check_keep(keep)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         if one_row and speculate:

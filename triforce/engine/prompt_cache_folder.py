@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import parse_size
 from ..errors import UserError
 from ..parallel import read_first, together
 from .prompt_cache import SHARED_FROM, Prefix, common_length, layout_of, opened
@@ -26,8 +27,9 @@ class PromptCacheFolder:
         most_bytes: of all files. The newest stay. A file that is read counts as new.
     """
 
-    def __init__(self, engine: "Engine", path: str | Path, most_bytes: int):
-        self.engine, self.path, self.most_bytes = engine, Path(path).expanduser(), most_bytes
+    def __init__(self, engine: "Engine", path: str | Path, most_bytes: int | str):
+        self.engine, self.path = engine, Path(path).expanduser()
+        self.most_bytes = parse_size(most_bytes, "cache_dir_size")
         self._tokens: dict[tuple[Path, int], list[int]] = {}  # by file: those with keys and values
         try:
             self.path.mkdir(parents=True, exist_ok=True)
