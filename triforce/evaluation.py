@@ -13,7 +13,6 @@ from .engine.buffers import SHARED_FROM
 from .engine.loading import load
 from .engine.prompt_cache import common_length
 from .errors import UserError
-from .hf.chat_template import render
 
 try:
     from lm_eval.api.instance import Instance
@@ -22,8 +21,7 @@ try:
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise UserError(f"lm-evaluation-harness is not installed ({error}); pip install 'triforce[eval]', or lm-eval"
-                    ) from None
+    raise UserError(f"lm-evaluation-harness is not installed ({error}); pip install 'triforce[eval]'") from None
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation options of a task that are passed on
 IGNORED = ("do_sample", "num_beams", "use_cache", "pad_token_id", "eos_token_id")
@@ -70,22 +68,16 @@ class TriforceLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """With what the tokenizer puts around a text, unless the text begins with its bos."""
-        bos = add_special_tokens
-        if bos is None:
-            bos = not string.startswith(self.tokens.token_of.get(self.tokens.bos_id) or "\0")
-        return self.tokens.encode(string, bos=bos)
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokens.token_of.get(self.tokens.bos_id) or "\0")
+        return self.tokens.encode(string, bos=add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template's text, for the record of a run."""
         return self.tokens.chat_template() if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        template = self.tokens.chat_template()
-        if template is None:
-            raise UserError(f"{self.tokens.folder} has no chat template; leave out --apply_chat_template")
-        variables = {"tools": None, "documents": None, **self.tokens.special_tokens,
-                     "add_generation_prompt": add_generation_prompt}
-        text = render(template, chat_history, variables)
+        text = self.tokens.render(chat_history, variables={"add_generation_prompt": add_generation_prompt})
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()  # which the answer goes on with
@@ -141,8 +133,7 @@ class TriforceLM(TemplateLM):
             options, stop, count = self._options(requests[numbers[0]].args[1])
             room = self.max_length - count
             if room < 1:
-                raise UserError(f"a task asks for {count} new tokens, and the model has {self.max_length} positions; "
-                                "give a smaller max_gen_toks (--gen_kwargs)")
+                raise UserError(f"max_gen_toks ({count}) fills {self.max_length} positions; lower it (--gen_kwargs)")
             prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in numbers}
             numbers.sort(key=prompts.get)
             for first in range(0, len(numbers), self.batch_size):

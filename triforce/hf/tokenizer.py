@@ -72,7 +72,11 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict], template: str | None = None,
                             variables: dict | None = None) -> list[int]:
-        """Ids of a conversation, ready for the model's answer.
+        """Ids of a conversation, ready for the model's answer: see `render`."""
+        return self.encode(self.render(messages, template, variables), bos=False)  # a template spells its own bos
+
+    def render(self, messages: list[dict], template: str | None = None, variables: dict | None = None) -> str:
+        """The text of a conversation, as the chat template writes it.
 
         Args:
             messages: dicts with "role" and "content", and whatever else the template reads, such as "tool_calls".
@@ -87,8 +91,7 @@ class Tokenizer:
         template = self.chat_template(variables["tools"]) if template is None else template
         if template is None:
             raise UserError(f"{self.folder} has no chat template; give one (--chat-template FILE), or a plain prompt")
-        text = render(template, messages, {**self.special_tokens, **variables})
-        return self.encode(text, bos=False)  # a template spells its own bos
+        return render(template, messages, {**self.special_tokens, **variables})
 
     def chat_template(self, tools=None) -> str | None:
         """The folder's template, of several the one named `default`; with tools, `tool_use`, if there is one."""
