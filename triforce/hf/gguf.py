@@ -16,7 +16,7 @@ from ..errors import UserError
 from .config import ARCHITECTURES, config_from_hf
 from .files import FLAG, TEXT, Fields, about, check_file, guarded, number, several, shown, whole
 from .names import FUSED, places
-from .vocabulary import llama_pipeline, merges_of, surround
+from .vocabulary import added_token, llama_pipeline, merges_of, surround
 
 # By their names here, those in config.json. Files of Mistral call themselves llama.
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
@@ -113,16 +113,15 @@ class GGUF:
                    "beta_slow": self.value("rope.scaling.yarn_beta_slow", POSITIVE, None)}
         if (short := self.tensors.get("rope_factors_short.weight")) is not None:
             long = self._tensor("rope_factors_long.weight")
-            scaling.update(rope_type="longrope", short_factor=short.data.tolist(), long_factor=long.data.tolist())
-            del scaling["factor"]
-        elif (factors := self.tensors.get("rope_freqs.weight")) is not None:
+        elif (short := self.tensors.get("rope_freqs.weight")) is not None:
             # Llama 3's scaling, already a factor for each pair: what longrope calls its factors, for all lengths.
-            factors = factors.data.tolist()
-            scaling.update(rope_type="longrope", short_factor=factors, long_factor=factors, attention_factor=1.0,
-                           original_max_position_embeddings=self.value("context_length", COUNT))
-            del scaling["factor"]
+            long = short
+            scaling.update(attention_factor=1.0, original_max_position_embeddings=self.value("context_length", COUNT))
         elif kind == "none":
             return {}
+        if short is not None:
+            scaling.update(rope_type="longrope", factor=None, short_factor=short.data.tolist(),
+                           long_factor=long.data.tolist())
         return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -199,16 +198,14 @@ class GGUF:
         with about(self.path), guarded("the tokenizer cannot be read"):
             kind, special = self._field("model", TEXT), self.special()
             if kind not in ("gpt2", "llama"):
-                raise UserError(f"tokenizer {shown(kind)} is not supported; supported are byte-level BPE (gpt2) and "
-                                "sentencepiece BPE (llama)")
+                raise UserError(f"tokenizer {shown(kind)} is not supported; use BPE: gpt2 (bytes) or llama (pieces)")
             backend = self._byte_level() if kind == "gpt2" else llama_pipeline(
                 self.tokens, merges_of(self.tokens), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
             if self.kind == "phi3":  # a text between special tokens begins with a space, too
                 backend.pre_tokenizer, backend.normalizer = None, normalizers.Sequence(
                     [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-            added = [AddedToken(name, special=True, normalized=False)
-                     for name in [*self._of_type(UNKNOWN), *self._of_type(CONTROL)]]
-            backend.add_tokens([*added, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])
+            special_tokens = map(added_token, [*self._of_type(UNKNOWN), *self._of_type(CONTROL)])
+            backend.add_tokens([*special_tokens, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])
             begins = self._field("add_bos_token", FLAG, kind == "llama" or self._words == "llama-bpe")
             config = {**special, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins,
                       "add_eos_token": self._field("add_eos_token", FLAG, False),
@@ -223,8 +220,7 @@ class GGUF:
     def _byte_level(self) -> Tokenizer:
         words = self._words
         if words not in (*DIGITS, *GPT2):
-            raise UserError(f"the tokenizer's way to cut words, {shown(words)}, is not supported; supported are "
-                            f"{', '.join([*DIGITS, *GPT2])}")
+            raise UserError(f"the pre-tokenizer, {shown(words)}, is not supported; use {', '.join([*DIGITS, *GPT2])}")
         merges = [tuple(merge.split(" ", 1)) for merge in self._field("merges", several(TEXT))]
         backend = Tokenizer(models.BPE(vocab=self.tokens, merges=merges, ignore_merges=words == "llama-bpe"))
         backend.normalizer = normalizers.NFC() if words == "qwen2" else None

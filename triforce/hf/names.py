@@ -57,9 +57,8 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         for norm, heads in (("q_norm", config.n_head), ("k_norm", config.n_kv_head)) if config.qk_norm else ():
             width = config.head_dim * (heads if config.qk_norm_whole else 1)
             table[f"{theirs}self_attn.{norm}.weight"] = Place(f"{ours}attention.{norm}.weight", 0, (width,), order)
-        linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
-        linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
-        linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
+        for part, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+            linear(f"{theirs}self_attn.{part}_proj", ours, "attention.qkv", start, rows, dim, config.qkv_bias)
         linear(theirs + "self_attn.o_proj", ours, "attention.out", 0, dim, q, config.out_bias)
         if config.sinks:
             table[f"{theirs}self_attn.sinks"] = Place(f"{ours}attention.sinks", 0, (config.n_head,))

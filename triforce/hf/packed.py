@@ -76,13 +76,12 @@ class PackedWeight:
 
     def wide(self) -> Tensor:
         """[O, I] in the dtype of the scales: (number - zero) * scale."""
-        method, inputs, scales = self.packing.method, self.shape[1], self.scales
+        method, inputs = self.packing.method, self.shape[1]
+        scales = self.scales if method == "compressed-tensors" else self.scales.T
         if method == "awq":
             numbers, zeros = (self._unpacked(self.parts[name]).T for name in ("qweight", "qzeros"))
-            scales = scales.T
         elif method == "gptq":
             numbers, zeros = self._unpacked(self.words.T), self._unpacked(self.parts["qzeros"]).T + self.packing.less
-            scales = scales.T
         else:
             numbers, zeros = self._unpacked(self.words)[:, :inputs], self._zeros()
         group = next((self.parts[name].long() for name in ("g_idx", "weight_g_idx") if name in self.parts), None)

@@ -152,5 +152,4 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, int], list[AddedToken]]:
     own = [piece for piece, i in vocab.items() if model.get_score(i) == 0 and not (
         model.is_control(i) or model.is_unknown(i) or model.is_byte(i) or model.is_unused(i))
         and model.sample_encode_as_pieces(piece, -1, 1.0)[-1] == piece]
-    return vocab, ([AddedToken(piece, normalized=False, special=True) for piece in control]
-                   + [AddedToken(piece, normalized=False, special=False) for piece in own])
+    return vocab, [*map(added_token, control), *(AddedToken(piece, normalized=False) for piece in own)]
