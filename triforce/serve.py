@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from .cli.request import from_json
 from .config import Sampling, check_biases, names_of, parse_size, split
 from .engine.buffers import MOST_ROWS
 from .engine.engine import Engine
@@ -271,11 +272,9 @@ class Server:
             if size > self.most_bytes:
                 raise Refused(f"the body is larger than {self.most_bytes} bytes (--max-body)", 413)
             parts.append(part)
-        try:
-            body = json.loads(b"".join(parts))
-            assert isinstance(body, dict)
-        except (ValueError, AssertionError, RecursionError):
-            raise Refused("the body is no JSON object") from None
+        body = from_json(b"".join(parts))
+        if not isinstance(body, dict):
+            raise Refused("the body is no JSON object")
         body = {name: value for name, value in body.items() if value is not None and name not in SILENT}
         for name, value in body.items():
             kinds = {"stream": bool, "stream_options": dict}.get(name, object)

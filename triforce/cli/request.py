@@ -158,7 +158,7 @@ def read_file(flag: str, path: str) -> str:
     return io.StringIO(text, newline=None).read()
 
 
-def from_json(text: str):
+def from_json(text: str | bytes):
     """The value of a text of JSON; None where it is no JSON."""
     try:
         return json.loads(text)
@@ -190,8 +190,7 @@ def as_item(line: str, main: str, name: str) -> dict:
     item = {**{field: one for field, one in fields.items() if one is not None}, "name": name}
     text, question = item.get("prompt"), item.get("question", "" if main == "prompt" else None)
     if main == "prompt" and is_messages(item.get("messages")) == (isinstance(text, str) and text != ""):
-        raise UserError(f'{name} holds no prompt, or two; write each as a JSON string, or as {{"prompt": "..."}} or '
-                        '{"messages": [...]}')
+        raise UserError(f'{name} holds no prompt, or two; write "...", {{"prompt": "..."}} or {{"messages": [...]}}')
     if not isinstance(question, str) or main == "question" and not question.strip():
         raise UserError(f'{name} holds no question; write each as text, or as {{"question": "...", "seed": 1}}')
     seed = item.get("seed", 0)
