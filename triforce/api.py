@@ -29,8 +29,7 @@ def generate(prompt, checkpoint="tiny", **options):
         UserError: see `load` and `Engine.generate`; unknown options are found before anything is loaded.
     """
     split(options, Sampling, Settings, Placement, what="option", known=generate_options() | {"group"})
-    names = names_of(Settings, Placement) | {"group"}
-    loading = {name: options.pop(name) for name in names & options.keys()}
+    loading = {name: options.pop(name) for name in options.keys() & (names_of(Settings, Placement) | {"group"})}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))
     with _lock:
         if key not in _kept:
@@ -62,9 +61,8 @@ class AsTransformers:
         """
         import torch
 
-        names = names_of(Sampling)
-        known = {"use_cache", *(() if do_sample else names)}
-        options = {name: value for name, value in options.items() if name not in known and value is not None}
+        unused = {"use_cache"} if do_sample else {"use_cache"} | names_of(Sampling)
+        options = {name: value for name, value in options.items() if name not in unused and value is not None}
         if num_beams != 1:
             raise UserError(f"num_beams ({num_beams}) must be 1: one text is drawn for each prompt")
         rows = [row.tolist() if mask is None else row[mask.bool()].tolist() for row, mask in zip(

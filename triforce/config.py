@@ -130,22 +130,19 @@ class Settings(Options):
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
-        "auto", "tokens drafted for a check by the full cache, at most block_size - 1. 'auto' (default): what drafts "
-        "and how much is chosen by times and acceptance. The distribution is the same, but a seed repeats a text only "
-        "with a number, or coupled sampling",
+        "auto", "tokens drafted for a check by the full cache, or 'auto' (default), chosen for each round; at most "
+        "block_size - 1. The law is the same, but a seed repeats a text only with a number, or coupled sampling",
         must("a whole number, at least 1, or 'auto'; try 6", lambda x: x == "auto" or is_whole(x) and x > 0),
         type=_number_or_text)
     gamma_inner: int | None = natural(
         None, 1, 2, "tokens drafted for a verify over the view (default: 2; with gamma 'auto' up to 4, on a CPU 3)")
     sampling: str = option(
-        "rejection", "how drawn tokens are checked: rejection (default) accepts the most; coupled: all levels share "
-        "their noise, so a seed gives the text of speculate=False, whatever drafts, with gamma 'auto' too",
-        one_of("rejection", "coupled"), choices=("rejection", "coupled"))
+        "rejection", "how drawn tokens are checked: rejection (default) accepts more; with coupled a seed gives the "
+        "text of speculate=False, whatever drafts", one_of("rejection", "coupled"), choices=("rejection", "coupled"))
     leaves: int | None = natural(
         None, 0, 1, "with coupled sampling: runners-up that are checked beside each drafted token (default: 1 on a GPU "
         "for a batch of at most 2, where at most 4 query heads share a KV head; else 0)")
-    leaves_inner: int | None = natural(
-        None, 0, 3, "the same of the retrieval level (default: 3 on a GPU for a batch of at most 2; else 0)")
+    leaves_inner: int | None = natural(None, 0, 3, "the same of the view (default: 3 on a GPU for at most 2 rows)")
     tree_size: int = natural(
         0, 0, 512, "with coupled sampling: rows of a verify that checks a tree, at most 512, in steps of 4. No path is "
         "longer than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)")
@@ -157,13 +154,11 @@ class Settings(Options):
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
         number(lambda x: 0 <= x < 1, "a share of the budget, at least 0 and below 1; try 0.25"), type=float)
-    rebuild_interval: int | None = natural(
-        None, 1, 64, "tokens between two choices of the view (default: by device and number of rows)")
+    rebuild_interval: int | None = natural(None, 1, 64, "tokens between choices of the view (default: by device, rows)")
     block_size: int | None = natural(
         None, 1, 8, "rows of a full verify, leaves aside, on a CPU in steps of 4 (default: 8 on a CPU; 16 on a GPU, "
-        "with offload 64, fewer for a batch of more than 4 or of 4 query heads a KV head; 1 where nothing drafts)")
-    flush_interval: int | None = natural(
-        None, 1, 128, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)")
+        "with offload 64, fewer if a batch or a KV head's query heads are more than 4; 1 where nothing drafts)")
+    flush_interval: int | None = natural(None, 1, 128, "tokens between flushes (default 128; 256 offloaded on a GPU)")
     draft_sink: int = natural(4, 0, 4, "first tokens that a draft model keeps (default 4)")
     draft_window: int | None = natural(
         None, 1, 256, "newest tokens that a draft model attends to (default: 1/8 of its positions, from 256 to 4096)")
@@ -283,8 +278,7 @@ class Settings(Options):
              f"tree_size ({size}) need sampling 'coupled', and it is 'rejection'; add --sampling coupled"),
             (size and not self.retrieval, f"tree_size ({size}) needs a retrieval level, which grows the tree; leave "
              "out one of tree_size and retrieval=False (--tree-size, --no-retrieval)"),
-            (size and self.leaves,
-             f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of them"),
+            (size and self.leaves, f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; drop one"),
             (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
             (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}); try a "
              + (f"tree_size of {4 * block}" if 4 * block <= MOST_ROWS else "block_size of 64")),
@@ -362,18 +356,16 @@ class Placement(Options):
     """Where a model runs, in what, and how much memory it may have."""
 
     device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
-    dtype: "str | torch.dtype | None" = option(
-        None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
+    dtype: "str | torch.dtype | None" = option(None, "float32, float16, bfloat16; default: as stored, on a CPU float32")
     compile: bool | None = option(
         None, "compile steps before the first answer: up to a minute, later 15 seconds. Default: on a GPU recorded "
-        "graphs. --no-compile: none of both", one_of(True, False), action=BooleanOptionalAction)
+        "graphs. --no-compile: neither", one_of(True, False), action=BooleanOptionalAction)
     max_seq_len: int | None = natural(None, 2, 4096, "most tokens of prompt and output (default: as needed)")
     max_batch_size: int = natural(1, 1, 8, "prompts that run side by side; more are served group by group", flag=None)
     offload: bool | str = option(
-        False, "keep the KV cache in host memory, which is pinned; 'auto': layers that do not fit the device",
+        False, "keep the KV cache in host memory, which is pinned; 'auto': only layers that do not fit",
         one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"], metavar="auto")
-    num_resident_layers: int | None = natural(
-        None, 0, 4, "layers of an offloaded cache that stay on the device (alias --on-chip)")
+    num_resident_layers: int | None = natural(None, 0, 4, "offloaded layers that stay on the device (alias --on-chip)")
     resident_memory: int | str | None = option(None, "memory of the device for an offloaded cache, as bytes or 20GiB")
     weights: str | None = option(
         None, "'fp8': the target's linear layers are rounded to fp8, a byte a weight, and all promises hold for the "
@@ -395,8 +387,7 @@ class Placement(Options):
         the device is not there."""
         device = find_device(self.device)
         if not self.offload and (self.num_resident_layers is not None or self.resident_memory is not None):
-            raise UserError("num_resident_layers and resident_memory (--num-resident-layers, --resident-memory) say "
-                            "what stays on the device while the rest is offloaded; add offload=True (--offload)")
+            raise UserError("num_resident_layers and resident_memory need offload; add offload=True (--offload)")
         if self.num_resident_layers is not None and self.resident_memory is not None:
             raise UserError("num_resident_layers and resident_memory were both given; give one")
         size = None if self.resident_memory is None else parse_size(self.resident_memory, "resident_memory")
@@ -571,11 +562,10 @@ def takes(*classes: type):
 
 def check_logprobs(k, vocab_size: int | None = None) -> None:
     """Raises UserError unless it is None, or a number of tokens from 0 to the vocabulary."""
-    if k is None:
-        return
-    whole(0, 5)("logprobs", k)
-    if vocab_size is not None and k > vocab_size:
-        raise UserError(f"logprobs ({k}) must be at most {vocab_size}, the size of the vocabulary; try 5")
+    if k is not None:
+        whole(0, 5)("logprobs", k)
+        if vocab_size is not None and k > vocab_size:
+            raise UserError(f"logprobs ({k}) must be at most {vocab_size}, the size of the vocabulary; try 5")
 
 
 def as_count(name: str, value, usual: int) -> int:

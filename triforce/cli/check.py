@@ -45,11 +45,9 @@ OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interact
           "compare", "show_levels")
 FLAGS = (
     ("prompt-file", FILE, "the text to continue, repeated where it is too short (default: CPython's reference)"),
-    ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU 4,096, 32,768 and "
-     "122,880, as far as they fit and take some minutes)"),
+    ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU up to 122,880)"),
     ("new", {**COUNT, "default": 96}, "tokens of a timed call (default 96)"),
-    ("far", {"type": int, "metavar": "N"}, f"compare the last {LAST:,} logits of N tokens; 0: none (default: of the "
-     "longest prompt)"),
+    ("far", {"type": int}, f"tokens whose last {LAST:,} logits are compared; 0: none (default: the longest prompt)"),
     ("reference", {"metavar": "FOLDER"}, "what transformers loads: the folder that a checkpoint was converted from"),
     ("json", SWITCH, "print one JSON object instead of Markdown"))
 
@@ -128,8 +126,8 @@ def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
         told = {"name": f"greedy, {way}", "passed": tokens == plain, "drafted": drafted, "kept": kept,
                 "says": f"{GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
         if tokens != plain:
-            told["why"] = (f"token {first_difference(plain, tokens)} is DIFFERENT without speculation, so output is "
-                           "not exact here: please report this page, and use --no-speculation until then")
+            at = first_difference(plain, tokens)
+            told["why"] = f"token {at} is DIFFERENT without speculation: report this page, and use --no-speculation"
         yield told
 
 
@@ -213,9 +211,8 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
 def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
     own, args = parse_both(
-        argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares its logits with those of "
-        "transformers, and greedy output with and without speculation; times both. Exit status: 0; 1 if a check "
-        "failed; 2 for a mistake.", "triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
+        argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares logits with transformers, and "
+        "greedy output with and without speculation; times both.", "triforce check --checkpoint FOLDER --lengths 512")
     args.max_new_tokens, args.prompt_len, args.batch_size = own.new, None, 1
     if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")

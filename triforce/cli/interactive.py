@@ -10,8 +10,7 @@ from ..render import say
 
 HELP = """\
 /undo        take the last question and its answer back
-/save FILE   write the document and what was said to a file, for --prefix:
-             a conversation goes on with it, and cannot take back what it holds
+/save FILE   write the document and what was said, for --prefix: to go on
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)

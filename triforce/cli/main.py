@@ -78,8 +78,7 @@ FLAGS = {
         ("prefix", FILE, "open a text that was saved, instead of a prompt"),
         ("chat", SWITCH, "send the text as a user's message, by the chat template"),
         ("chat-template", FILE, "Jinja file in place of the checkpoint's chat template"),
-        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads}, "what the template reads besides the "
-         "messages: '{\"enable_thinking\": false}' has Qwen3 answer at once")),
+        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads}, 'read by it: {"enable_thinking": false}')),
     "generation": (
         ("max-new-tokens", {"type": int, "default": 256}, "most tokens of the output (default 256, alias --gen-len)"),
         Sampling,
@@ -94,8 +93,7 @@ FLAGS = {
     "speculation": (
         Settings,
         ("no-speculation", SWITCH, "the same steps, one token at a time. At temperature 0 the same text"),
-        ("compare", SWITCH, "compare with the fastest autoregression: the speed, and 64 tokens, greedy and with "
-         "--sampling coupled drawn"))}
+        ("compare", SWITCH, "compare with the fastest autoregression: the speed, and whether tokens are the same"))}
 
 
 def parser() -> Parser:
@@ -104,9 +102,8 @@ def parser() -> Parser:
     p = Parser(
         prog="triforce", usage="triforce [flags]", add_help=False,
         description="Continue a long text with a language model, losslessly and faster.",
-        epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
-               "`triforce plan` (what fits), `triforce check` (whether all is well), `triforce serve` (a server), "
-               "`triforce eval` (lm-evaluation-harness).")
+        epilog="With no flags: a demonstration. Commands: triforce download, convert, plan (what fits), check (is all "
+               "well?), serve (a server), eval (lm-evaluation-harness).")
     p.add_argument("-h", "--help", nargs=0, action=Help, help="what most people need")
     p.add_argument("--help-all", action="help", help="every flag, with its whole description")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
@@ -143,10 +140,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def parse_both(argv: list[str], flags: tuple, command: str, about: str,
                example: str) -> tuple[argparse.Namespace, argparse.Namespace]:
     """What is given of a command's own flags (as in FLAGS), and of those of `triforce`, which it knows, too."""
-    epilog = textwrap.fill("Flags of `triforce` that change what is done are known here, too: --checkpoint, --draft, "
-                           "--device, --dtype, --budget, --offload, ...", 78)
+    about = textwrap.fill(f"{about} Exit status: 0; 1 if not; 2 for a mistake.", 78)
+    epilog = "Flags of `triforce` are known here, too: --checkpoint, --draft, --device, ..."
     p = Parser(prog=f"triforce {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-               description=textwrap.fill(about, 78), epilog=f"{epilog}\n\n    {example}")
+               description=about, epilog=f"{epilog}\n\n    {example}")
     for name, how, help in flags:
         p.add_argument(f"--{name}", help=help, **how)
     own, rest = p.parse_known_args(argv)

@@ -104,8 +104,7 @@ def longest_prompt(job: Job, machine: Machine) -> int:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 FLAGS = (
-    ("memory", {"metavar": "SIZE"}, "memory of one GPU, here or elsewhere, such as 24GiB; with --device cpu, of the "
-     "machine (default: what this machine's device has free)"),
+    ("memory", {"metavar": "SIZE"}, "of one GPU, with --device cpu of the machine: 24GiB (default: what is free here)"),
     ("host-memory", {"metavar": "SIZE"}, "memory of the host (default: what is free here)"),
     ("gpus", {**COUNT, "default": 1}, "GPUs that share the model, as under torchrun"),
     ("batch-size", COUNT, "prompts that run side by side (default 1)"),
@@ -194,8 +193,7 @@ def gib(size: int | None) -> str:
 
 def main(argv: list[str]) -> int:
     own, args = parse_both(
-        argv, FLAGS, "plan", "What a checkpoint and a prompt take of a machine's memory, and whether they fit. Reads "
-        "config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake.",
+        argv, FLAGS, "plan", "Do a checkpoint and a prompt fit a machine's memory? Reads config.json alone.",
         "triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
     args.batch_size = own.batch_size or args.batch_size
     ranks = int(os.environ.get("WORLD_SIZE", 1))

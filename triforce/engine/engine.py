@@ -219,8 +219,7 @@ class Engine:
         with opened(path, self) as reader:
             if (part_of := reader.about["part_of"]) is not None:
                 raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
-                                "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
-                                "and --save-every), and it goes on from there")
+                                "prefill was broken off; go on with it by keep= (--save-prefix and --save-every)")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
             with self.working():
                 self._end_stream()
@@ -255,8 +254,7 @@ class Engine:
     def check_options(self, options: dict) -> None:
         """Raises UserError for what a turn of a conversation cannot be given."""
         for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
-            raise UserError(f"{name} is no option of a turn: a conversation has one document, one template, and one "
-                            "answer to a turn; drop it, or give it to `Engine.chat`")
+            raise UserError(f"{name} is no option of a turn: a chat has one; drop it, or give it to `Engine.chat`")
         split(options, Sampling, what="option of a turn", known=generate_options())
 
     @takes(Sampling)
@@ -435,8 +433,7 @@ class Engine:
             try:
                 whole = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
                          prefix.ids(prompt, chat_template_kwargs))
-                fits = keep is None or room < 1
-                one = whole if fits else cut(whole, room, keep, getattr(self.tokenizer, "bos_id", None))
+                one = whole if room < 1 else cut(whole, room, keep, getattr(self.tokenizer, "bos_id", None))
                 self.check_len(len(one), limit, 0 if prefix is None else len(prefix))
             except UserError as error:
                 raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None

@@ -94,8 +94,7 @@ def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> tor
 def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
     """The draft's part on this rank. Every rank checks all ranks: one that raised alone would leave the others."""
     if group is None or config is None:
-        raise UserError("draft_ranks says which of several ranks run the draft, and there is one rank, or no draft; "
-                        "start with torchrun, and add --draft")
+        raise UserError("draft_ranks needs several ranks, and a draft for them; start with torchrun, and add --draft")
     if not ranks or sorted(set(ranks)) != list(ranks) or ranks[0] != 0 or ranks[-1] >= group.size:
         raise UserError(f"draft_ranks ({ranks}) must be ranks below {group.size}, ascending, the first one 0; try 0")
     part = shard_config(config, Group(0, len(ranks), "") if len(ranks) > 1 else None)

@@ -156,15 +156,12 @@ def write_json(path: Path, content: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce convert`. Raises UserError, which the command line prints."""
-    parser = Parser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as "
-                    "safetensors of a chosen dtype.")
+    parser = Parser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as safetensors.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint-dir", "--checkpoint_dir", help="a Hugging Face folder")
     source.add_argument("--gguf", metavar="FILE", help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Phi-3 model")
-    parser.add_argument("--out-dir", "--out_dir", "--out", help="default: the same folder, beside its .bin files; with "
-                        "--gguf the file's name without its ending")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: each tensor's own, of a GGUF file "
-                        "bfloat16 where it has such, else float16")
+    parser.add_argument("--out-dir", "--out_dir", "--out", help="default: the folder, or the file's name without .gguf")
+    parser.add_argument("--dtype", help="float32, float16, bfloat16; default: as it is, of a GGUF file one of 16 bits")
     args = parser.parse_args(argv)
     if args.gguf:
         folder = convert_gguf(args.gguf, args.out_dir or Path(args.gguf).with_suffix(""), args.dtype)

@@ -21,8 +21,7 @@ TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
 REFUSED = (401, 403, 404)  # by the hub's status
-ACCESS = ("check the spelling, --revision too; if it is private or gated, accept its terms on its model page, and give "
-          "a token that may see it with HF_TOKEN")
+ACCESS = "check the spelling, --revision too; if it is private or gated, accept its terms, and set HF_TOKEN"
 
 
 def needed(files: Iterable[str]) -> list[str]:
@@ -86,8 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repo-id", "--repo_id", required=True, help="owner/name")
     parser.add_argument("--out-dir", "--out_dir", help="default: checkpoints/<repo-id>")
     parser.add_argument("--revision", help="branch, tag or commit")
-    parser.add_argument("--token", "--hf-token", "--hf_token", help="of your account. Better by HF_TOKEN or "
-                        "a login (hf auth login): others on this machine can see what a command is given")
+    parser.add_argument("--token", "--hf-token", "--hf_token", help="others see it; better HF_TOKEN, or hf auth login")
     args = parser.parse_args(argv)
 
     def interrupted(*_):

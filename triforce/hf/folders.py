@@ -38,8 +38,7 @@ def resolve(checkpoint: str | Path) -> Path:
     local = Path("checkpoints") / checkpoint
     if found := finished(local) if local.is_dir() else find_cached(checkpoint):
         return found
-    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                    f"download it: triforce download --repo-id {checkpoint}")
+    raise UserError(f"{checkpoint} is not on this machine; download it: triforce download --repo-id {checkpoint}")
 
 
 def finished(folder: Path) -> Path:
