@@ -131,7 +131,7 @@ class Settings(Options):
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
         "auto", "tokens drafted for a check by the full cache, or 'auto' (default), chosen for each round; at most "
-        "block_size - 1. The law is the same, but a seed repeats a text only with a number, or coupled sampling",
+        "block_size - 1. The distribution is the same. A seed repeats a text only with a number, or coupled sampling",
         must("a whole number, at least 1, or 'auto'; try 6", lambda x: x == "auto" or is_whole(x) and x > 0),
         type=_number_or_text)
     gamma_inner: int | None = natural(

@@ -78,7 +78,8 @@ FLAGS = {
         ("prefix", FILE, "open a text that was saved, instead of a prompt"),
         ("chat", SWITCH, "send the text as a user's message, by the chat template"),
         ("chat-template", FILE, "Jinja file in place of the checkpoint's chat template"),
-        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads}, 'read by it: {"enable_thinking": false}')),
+        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads},
+         'what the template reads beside messages: {"enable_thinking": false}')),
     "generation": (
         ("max-new-tokens", {"type": int, "default": 256}, "most tokens of the output (default 256, alias --gen-len)"),
         Sampling,

@@ -254,7 +254,7 @@ class Engine:
     def check_options(self, options: dict) -> None:
         """Raises UserError for what a turn of a conversation cannot be given."""
         for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
-            raise UserError(f"{name} is no option of a turn: a chat has one; drop it, or give it to `Engine.chat`")
+            raise UserError(f"{name} is no option of a turn, but of the chat; drop it, or give it to `Engine.chat`")
         split(options, Sampling, what="option of a turn", known=generate_options())
 
     @takes(Sampling)

@@ -181,13 +181,10 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
-        layout, config = reader.layout, engine.target.config
-        sizes = replace(layout_of(engine, len(reader.tokens), layout.length), dtype=layout.dtype, firsts=layout.firsts)
-        most = [max(layout.length - config.sliding_window, 0) if i in config.sliding_layers else 0
-                for i in range(config.n_layer)]
-        if any(first not in range(last + 1) for first, last in zip(layout.firsts, most, strict=False)):
-            raise altered
-        if layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
+        layout, sizes = reader.layout, layout_of(engine, len(reader.tokens), reader.layout.length)
+        is_late = any(first not in range(most + 1) for first, most in zip(layout.firsts, sizes.firsts, strict=False))
+        sizes = replace(sizes, dtype=layout.dtype, firsts=layout.firsts)
+        if is_late or layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
             raise altered
         yield reader
 
