@@ -1,6 +1,8 @@
 """The joint law of the next three tokens, enumerated through the production code, is the target's. A promise of the
 whole library, not of one module."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import in_fp8, make_state, slow
@@ -111,6 +113,21 @@ def test_joint_law_of_rows_that_share_a_prefix(models, case, watched):
         models, **case, prompts=SHARED, base=8, together=together, **{"batch": 2, "horizon": 2} if together else {},
         prepare=lambda state: lengths.extend(state.cache.prefix.own_lens[:2]))
     assert lengths == [4, 8] and flushed  # rows with own prefixes of different lengths; one of them grew
+
+
+@pytest.mark.parametrize("case", [{"gamma": 2, "gamma_inner": 1}, *slow({"levels": "retrieval", "gamma": 3},
+                                                                        {"levels": "draft", "gamma": 3})], ids=name_of)
+def test_joint_law_where_a_layer_has_a_window(models, case, monkeypatch):
+    """The prompts go around its ring. Each branch goes back to them."""
+    monkeypatch.setattr("triforce.cache.prefix.BACK", 0)
+    monkeypatch.setattr("triforce.attention.RING", 4)
+    target, draft = models
+    windowed = Transformer.random(replace(target.config, sliding_layers=(0,), sliding_window=3), std=0.5,
+                                  dtype=torch.float64)
+    rings = []
+    assert_lossless((windowed, draft), **case, sampling={"top_k": 2},
+                    prepare=lambda state: rings.append(state.cache.prefix.ring))
+    assert rings == [12] and min(map(len, PROMPTS)) > 12
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
