@@ -127,7 +127,7 @@ def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
                 "says": f"{GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
         if tokens != plain:
             at = first_difference(plain, tokens)
-            told["why"] = f"token {at} is DIFFERENT without speculation: report this page, and use --no-speculation"
+            told["why"] = f"token {at} is DIFFERENT without speculation: please report this, and use --no-speculation"
         yield told
 
 
