@@ -38,7 +38,7 @@ def test_layers_with_a_window_stay_on_the_device(tmp_path, command):
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = planned(command, "--checkpoint", str(tmp_path), "--prompt-len", "100000", "--memory", "17GiB", fits=False)
     assert (told["resident_layers"], told["layers"], told["host_bytes"]) == (0, 0, 0)
-    assert "--offload" not in told["remedies"]["KV cache"] and told["parts"]["KV cache"] == 32 * 5120 * 4096
+    assert told["parts"]["sliding windows"] == 2 * 32 * 5120 * 4096 and "KV cache" not in told["parts"]
     kinds = [f"{kind}_attention" for kind in (*["sliding"] * 3, "full")] * 8
     config |= {"architectures": ["MinistralForCausalLM"], "layer_types": kinds}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def test_what_this_machine_has_is_the_default(command, monkeypatch):
     (["plan", "--memroy", "2GiB"], "--memroy is not a known flag"),
     (["plan", "--checkpoint", "/no/such"], "no such folder"), (["plan", "--gamma", "99"], "gamma (99) must be"),
     (["plan", "--num-resident-layers", "3"], "add offload=True (--offload)"),
-    (["plan", "--offload", "--num-resident-layers", "9"], "is more than the model's 8 layers"),
+    (["plan", "--offload", "--num-resident-layers", "9"], "is more than the 8 layers that see all keys"),
     (["plan", "--prompt-file", "book.txt"], "--prompt-file names one; say how many tokens it has with --prompt-len"),
     (["check", "--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
     (["check", "--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),

@@ -13,7 +13,7 @@ Which kernel (`dense`, `causal`, `masked`, `shared` and `up_to` choose by this t
               CPU     float32                             flash
               CPU     half     64 or more                 flash: in bf16, plain products are faster on few rows
               others                                      products and a softmax
-    masked    GPU     half     up to 1,024 keys, in eights  memory-efficient
+    masked    GPU     half     up to 1,024 keys, or `long`  memory-efficient
               CPU     float32  each sees a key            flash
               others                                      products and a softmax
     shared    GPU     half     many, or many KV heads     cuDNN, over parts of the keys

@@ -126,7 +126,7 @@ class Settings(Options):
         one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096; "
-        "with offload 1/16, up to 8192; twice as much where several prompts share most of their tokens",
+        "with offload 1/16, up to 8192; twice as much where several prompts share 512 tokens or more",
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
@@ -142,7 +142,7 @@ class Settings(Options):
     leaves: int | None = natural(
         None, 0, 1, "with coupled sampling: runners-up that are checked beside each drafted token (default: 1 on a GPU "
         "for a batch of at most 2, where at most 4 query heads share a KV head; else 0)")
-    leaves_inner: int | None = natural(None, 0, 3, "the same of the view (default: 3 on a GPU for at most 2 rows)")
+    leaves_inner: int | None = natural(None, 0, 3, "the same at the retrieval level (default: 3 on a GPU for 2 rows)")
     tree_size: int = natural(
         0, 0, 512, "with coupled sampling: rows of a verify that checks a tree, at most 512, in steps of 4. No path is "
         "longer than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)")
@@ -156,8 +156,8 @@ class Settings(Options):
         number(lambda x: 0 <= x < 1, "a share of the budget, at least 0 and below 1; try 0.25"), type=float)
     rebuild_interval: int | None = natural(None, 1, 64, "tokens between choices of the view (default: by device, rows)")
     block_size: int | None = natural(
-        None, 1, 8, "rows of a full verify, leaves aside, on a CPU in steps of 4 (default: 8 on a CPU; 16 on a GPU, "
-        "with offload 64, fewer if a batch or a KV head's query heads are more than 4; 1 where nothing drafts)")
+        None, 1, 8, "rows of a full verify, leaves aside, on a CPU in steps of 4 (default: 8 on a CPU; on a GPU 64 "
+        "with offload, else 16, or fewer for more than 4 rows or query heads of a KV head; 1 where nothing drafts)")
     flush_interval: int | None = natural(None, 1, 128, "tokens between flushes (default 128; 256 offloaded on a GPU)")
     draft_sink: int = natural(4, 0, 4, "first tokens that a draft model keeps (default 4)")
     draft_window: int | None = natural(
@@ -363,9 +363,9 @@ class Placement(Options):
     max_seq_len: int | None = natural(None, 2, 4096, "most tokens of prompt and output (default: as needed)")
     max_batch_size: int = natural(1, 1, 8, "prompts that run side by side; more are served group by group", flag=None)
     offload: bool | str = option(
-        False, "keep the KV cache in host memory, which is pinned; 'auto': only layers that do not fit",
+        False, "keep the KV cache, sliding windows aside, in pinned host memory; 'auto': what does not fit",
         one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"], metavar="auto")
-    num_resident_layers: int | None = natural(None, 0, 4, "offloaded layers that stay on the device (alias --on-chip)")
+    num_resident_layers: int | None = natural(None, 0, 4, "of an offloaded cache, on the device (alias --on-chip)")
     resident_memory: int | str | None = option(None, "memory of the device for an offloaded cache, as bytes or 20GiB")
     weights: str | None = option(
         None, "'fp8': the target's linear layers are rounded to fp8, a byte a weight, and all promises hold for the "
@@ -481,10 +481,10 @@ class Sampling:
         0.9, 1.0, "float32", "keep the most probable tokens of this mass. Default: the checkpoint's, or else 0.9",
         lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
     top_k: int | None = per_row(
-        None, 0, "int64", "keep this number of the likeliest tokens",
+        None, 0, "int64", "keep this number of the likeliest tokens (default: the checkpoint's)",
         lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token", int)
     min_p: float | None = per_row(
-        None, 0.0, "float32", "keep tokens of at least this chance, relative to the best",
+        None, 0.0, "float32", "keep tokens of at least this chance, relative to the best (default: the checkpoint's)",
         lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
     seed: int | None = per_row(
         None, 0, "int64", "of the random numbers; row i of a batch uses seed + i (default: drawn, and told)",

@@ -449,20 +449,20 @@ def usage(jobs: list[Job], results: list[Generation]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """`triforce serve`."""
     p = Parser(prog="triforce serve", description="Serves a checkpoint by OpenAI's interface.")
-    p.add_argument("--checkpoint", default="tiny")
+    p.add_argument("--checkpoint", default="tiny", help="a folder or a repository id")
     p.add_argument("--draft", help="a draft model, ngram or none")
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of load, JSON or text: budget=512")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of load: budget=512")
     p.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
-    p.add_argument("--port", type=int, default=8000)
+    p.add_argument("--port", type=int, default=8000, help="default 8000")
     p.add_argument("--api-key", help="what clients must give; default: nothing")
     p.add_argument("--served-model-name", help="default: the checkpoint")
-    p.add_argument("--cache-memory", default="8GB", help="of held documents (default 8GB)")
+    p.add_argument("--cache-memory", default="8GB", help="memory for held documents (default 8GB)")
     p.add_argument("--cache-dir", help="a folder for files of documents (see also --set cache_dir_size=64GB)")
     p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
-    p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait; more get status 429")
-    p.add_argument("--max-tokens", type=int, default=4096, help="the most new tokens of an answer")
-    p.add_argument("--max-choices", type=int, default=16, help="the most answers of a request")
-    p.add_argument("--max-body", type=int, default=2**26, help="bytes of a request")
+    p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait (default 256)")
+    p.add_argument("--max-tokens", type=int, default=4096, help="of an answer, at most (default 4096)")
+    p.add_argument("--max-choices", type=int, default=16, help="answers of a request, at most (default 16)")
+    p.add_argument("--max-body", type=int, default=2**26, help="bytes of a request (default 64 MiB)")
     args = p.parse_args(argv)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # before the checkpoint is read

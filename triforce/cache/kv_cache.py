@@ -63,7 +63,7 @@ class KVCache(Store):
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
         ahead: slots of the tail behind those of a flush interval, for what is drafted ahead. None: 2 * block_size.
-        offload: keeps the prefix of the last layers. None: all of it is on the device.
+        offload: keeps the prefix of the last layers that see all keys. None: all of it is on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
     """

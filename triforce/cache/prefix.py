@@ -17,7 +17,7 @@ from ..model import ModelConfig
 from .offload import Offload
 from .store import Extent, View
 
-BACK = 1024  # tokens that a text can be taken back by, at least, where layers keep the newest ones alone
+BACK = 1024  # tokens of a ring beyond its window; a text can be taken back by a flush interval less
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
 STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads lengths on the device
 

@@ -8,7 +8,7 @@ methods. Each returns partial states, which the layer merges (see `attention.py`
   compiled together with the layer around it.
 - `read(queries)` attends over what is long, by fixed kernels: nothing is compiled anew as lengths change.
 
-The rest of the library uses the methods of `Store`. What is written is never erased: `truncate` forgets a length.
+The rest of the library uses the methods of `Store`. `truncate` forgets a length, and erases nothing.
 
 Shapes: B batch, K KV heads, S capacity, D head_dim.
 """

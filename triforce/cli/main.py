@@ -94,7 +94,7 @@ FLAGS = {
     "speculation": (
         Settings,
         ("no-speculation", SWITCH, "the same steps, one token at a time. At temperature 0 the same text"),
-        ("compare", SWITCH, "compare with the fastest autoregression: the speed, and whether tokens are the same"))}
+        ("compare", SWITCH, "compare the speed with autoregression, and greedy tokens with --no-speculation"))}
 
 
 def parser() -> Parser:
@@ -141,7 +141,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def parse_both(argv: list[str], flags: tuple, command: str, about: str,
                example: str) -> tuple[argparse.Namespace, argparse.Namespace]:
     """What is given of a command's own flags (as in FLAGS), and of those of `triforce`, which it knows, too."""
-    about = textwrap.fill(f"{about} Exit status: 0; 1 if not; 2 for a mistake.", 78)
+    about = textwrap.fill(f"{about} Exit status: 0 if so, 1 if not, 2 for a mistake.", 78)
     epilog = "Flags of `triforce` are known here, too: --checkpoint, --draft, --device, ..."
     p = Parser(prog=f"triforce {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                description=about, epilog=f"{epilog}\n\n    {example}")

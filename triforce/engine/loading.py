@@ -78,8 +78,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
 
 def check_target(place: Placement, config: ModelConfig, device: torch.device | None = None) -> None:
     """Raises UserError for a placement that the target does not fit. device: None: a GPU that can do all."""
-    if (count := place.num_resident_layers or 0) > config.n_layer:
-        raise UserError(f"num_resident_layers ({count}) is more than the model's {config.n_layer} layers; use fewer")
+    if (count := place.num_resident_layers or 0) > (most := len(config.full_layers)):
+        raise UserError(f"num_resident_layers ({count}) is more than the {most} layers that see all keys; use fewer")
     if config.num_experts and "fp8" in (place.draft_dtype, place.weights):
         raise UserError("fp8 (weights, draft_dtype) is for dense models, and this one has experts; leave it out")
     if place.draft_dtype:

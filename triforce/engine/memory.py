@@ -25,7 +25,8 @@ from ..runtime.graphs import SPARE, Compiler, unreserved
 # Tokens of a view where memory decides: few sizes, since each has its own compiled steps. With smaller ones more rows
 # would fit, and would hardly draft.
 VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
+# Of a prefill.
+OF_DOCUMENT = ("KV cache", "sliding windows", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     elsewhere = ["--num-resident-layers" if prefix.offload else "--offload"] * bool(target.full_layers)
     parts = [
         Part(f"KV cache of {batch} rows behind what they share" if base else kept,
-             sum(x.nbytes for x in (*prefix.k, *prefix.v)),
+             sum(x[i].nbytes for x in (prefix.k, prefix.v) for i in target.full_layers),
              (*elsewhere, "--max-seq-len", "--batch-size")),
+        # And a copy, to go back to where decoding begins.
+        Part("sliding windows", 2 * batch * sum(x.nbytes for x in prefix.rings(0)), ("--batch-size",)),
         Part("chunk keys", sum(x.nbytes for x in prefix.chunk_keys), ("--chunk-size",)),
-        Part("windows of the prompt", batch * sum(x.nbytes for x in prefix.rings(0)), ("--batch-size",)),
         Part("tail", state.cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
         Part("prefill activations", _prefill_bytes(target, settings, own, dtype), ("--prefill-chunk-size",)),
         Part("attention along the paths of a tree", _path_bytes(target, settings, batch),

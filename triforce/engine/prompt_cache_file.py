@@ -4,8 +4,8 @@ The file is safetensors: `k.{i}.{h}` and `v.{i}.{h}` ([S, D]) for each layer i a
 `checksums` (int64): the CRC-32 of what the caller says `about` the file, and of each other tensor. The metadata hold
 the version and `about`. Tensors have one head each, so a file that two ranks wrote is opened by one or by four.
 
-A layer with a sliding window has the newest of its S tokens alone. The metadata say with which position each layer
-begins, where one has not all.
+A layer with a sliding window has the newest of its S tokens alone. The metadata of a model with windows say with which
+position each layer begins.
 
 Shapes: N tokens of the document, S of them that have keys and values, K KV heads of the whole model, D head_dim.
 """

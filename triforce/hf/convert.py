@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as safetensors.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint-dir", "--checkpoint_dir", help="a Hugging Face folder")
-    source.add_argument("--gguf", metavar="FILE", help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Phi-3 model")
+    source.add_argument("--gguf", metavar="FILE", help="of a Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma 3")
     parser.add_argument("--out-dir", "--out_dir", "--out", help="default: the folder, or the file's name without .gguf")
     parser.add_argument("--dtype", help="float32, float16, bfloat16; default: as it is, of a GGUF file one of 16 bits")
     args = parser.parse_args(argv)

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repo-id", "--repo_id", required=True, help="owner/name")
     parser.add_argument("--out-dir", "--out_dir", help="default: checkpoints/<repo-id>")
     parser.add_argument("--revision", help="branch, tag or commit")
-    parser.add_argument("--token", "--hf-token", "--hf_token", help="others can see it; better: HF_TOKEN")
+    parser.add_argument("--token", "--hf-token", "--hf_token", help="of your account; better: HF_TOKEN")
     args = parser.parse_args(argv)
 
     def interrupted(*_):
