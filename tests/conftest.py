@@ -148,6 +148,15 @@ def tensors(book) -> list[torch.Tensor]:
     return [x.clone() for i in range(2) for x in (*book.store.layer(i, 0), book.store.chunk_keys[i])]
 
 
+def kept(cache, i: int, row: int, start: int, stop: int) -> torch.Tensor:
+    """Keys and values of layer i at positions of a row, which lie in the prefix, in the tail, or in both."""
+    border = cache.lens[row]
+    parts = [cache.prefix.load(i, row, start, min(stop, border))] if start < border else []
+    if stop > border:
+        parts.append(cache.tail.load(i, row, max(start - border, 0), stop - border))
+    return torch.cat(parts, 2)
+
+
 def assert_view_holds_its_selection(view, row: int = 0) -> None:
     """It is a true selection, and each layer holds the K/V at the positions that it says, of what it is chosen from."""
     source = view.source

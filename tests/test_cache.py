@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
+from conftest import VOCAB, kept, make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
 from reference import dense_logits
 
 from triforce import attention
@@ -265,7 +265,7 @@ def test_positions_are_read_across_the_border_of_the_tail(pair):
                             (border + 3, border + 9)):
             here = [cache.prefix.k[1][row, :, at] if at < border else cache.tail.kv[1][0, row, :, at - border]
                     for at in range(start, stop)]
-            assert torch.equal(torch.stack(here, 1), cache.load(1, row, start, stop)[0])
+            assert torch.equal(torch.stack(here, 1), kept(cache, 1, row, start, stop)[0])
 
 
 @pytest.mark.parametrize("length", [20, 250])

@@ -67,7 +67,7 @@ def device(monkeypatch):
     def make(capacity: int) -> SimpleNamespace:
         made = Offload(CONFIG, 1, batch=1, capacity=capacity, interval=PIECE, piece=PIECE, device="cpu",
                        dtype=torch.float32, runs_on=torch.device("cuda"))
-        made.on_cuda = True
+        made.on_cuda, made._pins = True, {}  # nothing is to be pinned
         made._open_stream()
         for kv in made.host.values():
             kv.normal_()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_engine, random_pair, random_prompt, slow
+from conftest import kept, make_engine, random_pair, random_prompt, slow
 
 import triforce
 from triforce.runtime import streams, threads
@@ -103,7 +103,7 @@ def test_the_number_of_threads_changes_no_bits(options):
             out = engine.generate(prompt, 16, temperature=0.8 if "sampling" in options else 0.0, seed=3,
                                   ignore_eos=True, on_prefill=change, on_decode=change)
             cache = engine.buffers.state.cache
-            kv = [cache.load(i, 0, 0, len(prompt) + 12) for i in range(engine.target.config.n_layer)]
+            kv = [kept(cache, i, 0, 0, len(prompt) + 12) for i in range(engine.target.config.n_layer)]
             found.append((out.tokens, torch.stack(kv)))
     finally:
         torch.set_num_threads(before)

@@ -313,6 +313,46 @@ def test_what_was_kept_of_another_text_is_forgotten(engines):
     assert not state.cache.prefix.holds(0, 490, kept=True)
 
 
+def test_ctrl_c_while_a_text_goes_back(engines, monkeypatch):
+    """Whatever is copied by then, the next call begins where it should."""
+    engine, twin = engines
+    prompt = random_prompt(500)
+    said = engine.generate(prompt, 200, **GREEDY).tokens
+    store, copied = engine.buffers.state.cache.prefix, []
+
+    class Cut(KeyboardInterrupt):
+        pass
+
+    def rings(row, real=store.rings):
+        for x in real(row):
+            copied.append(x)
+            if len(copied) == 3:
+                raise Cut
+            yield x
+
+    monkeypatch.setattr(store, "rings", rings)
+    with pytest.raises(Cut):
+        engine.generate(prompt, 200, **GREEDY)
+    monkeypatch.undo()
+    assert len(copied) == 3 and engine.generate(prompt, 200, **GREEDY).tokens == said
+
+
+def test_a_part_of_a_document_that_rings_have_lost():
+    engine = make_engine(*models_of("some"), **MADE)
+    book = engine.prefill(random_prompt(700))
+    with pytest.raises(UserError, match="lost the first 592 of 688 tokens"):
+        book.part(592)
+    assert len(book.part(672)) == 672
+    from triforce.serve import Documents
+
+    documents, common = Documents(engine, 1e9), random_prompt(600)
+    assert documents.of([common + random_prompt(90, seed=1)])[1] == 0
+    for known in (0, 592):  # the held one is of no use to these; the new one is
+        asked = [common + random_prompt(30, seed=seed) for seed in (2, 3)]
+        document, cached = documents.of(asked)
+        assert cached == known and document.num_shared == 592
+
+
 @pytest.mark.parametrize("kind", ["some", *slow("all")])
 def test_a_document_is_asked_saved_and_gone_on_with(kind, tmp_path):
     engine, twin = (make_engine(*models_of(kind), **MADE, **more) for more in ({"max_batch_size": 2}, {"reuse": False}))
@@ -329,7 +369,7 @@ def test_a_document_is_asked_saved_and_gone_on_with(kind, tmp_path):
             assert result.tokens == twin.generate(document + question, 60, **GREEDY).tokens
     assert all(torch.equal(*pair) for pair in zip(before, book.store.tensors(), strict=True))
     # As far back as its rings go; and a document that goes on behind the file's end, or begins like it.
-    for text, read in ((document, 688), (document + random_prompt(100, seed=9), 0), (document[:300], 0)):
+    for text, read in ((document, 688), (document + random_prompt(100, seed=9), 688), (document[:300], 0)):
         with opened_file(path, engine) as reader:
             again = engine.buffers.compute(text, reader=reader)
         assert again.num_read == read
@@ -353,14 +393,16 @@ def test_a_conversation_is_saved(tmp_path, tiny_engine):
         book.tokens + question, 60, **GREEDY).tokens
 
 
-@pytest.mark.parametrize("firsts", [[9] * 3, [640, 0], [-1, 0, 640], [640, 3, 640], [700, 0, 640], ["a", 0, 1], "no"])
+@pytest.mark.parametrize("firsts", [[9] * 3, [560, 0], [-1, 0, 560], [560, 3, 560], [700, 0, 560], ["a", 0, 1], "no",
+                                    [560.0, 0, 560], [560, 0.0, 560]])
 def test_a_files_windows_are_checked(firsts, tmp_path):
     engine = make_engine(*models_of("some"), **MADE)
     engine.prefill(random_prompt(700)).save(tmp_path / "a.prefix")
     data = (tmp_path / "a.prefix").read_bytes()
     begin = data.index(b'"firsts": "') + 11
     said = data[begin : data.index(b'"', begin)]
-    told = json.dumps(firsts).replace('"', "'").encode().ljust(len(said))[: len(said)]
+    assert json.loads(said) == [560, 0, 560]
+    told = json.dumps(firsts, separators=(",", ":")).replace('"', "'").encode().ljust(len(said))[: len(said)]
     (tmp_path / "a.prefix").write_bytes(data.replace(said, told, 1))
     with pytest.raises(UserError, match="altered"):
         engine.open(tmp_path / "a.prefix")

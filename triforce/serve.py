@@ -177,7 +177,7 @@ class Documents:
             return None, 0
         ids = prompts[0][:common]
         enough, unit = max(SHARED_FROM, common // 2), self.engine.settings.flush_interval
-        length, best = max(((common_length(one.tokens[: one.num_shared], ids) // unit * unit, i)
+        length, best = max(((one.held(common_length(one.tokens[: one.num_shared], ids) // unit * unit), i)
                             for i, one in enumerate(self.held)), default=(0, 0))
         if length >= enough:
             self.held.append(self.held.pop(best))

@@ -97,14 +97,6 @@ class KVCache(Store):
         """How many of `length` tokens lie in the prefix: whole flush intervals."""
         return length - length % self.flush_interval
 
-    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
-        """The positions may lie in the prefix, in the tail, or in both."""
-        border = self.lens[row]
-        parts = [self.prefix.load(i, row, start, min(stop, border))] if start < border else []
-        if stop > border:
-            parts.append(self.tail.load(i, row, max(start - border, 0), stop - border))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
     def truncate(self, row: int, length: int) -> None:
         """Goes on from `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
         whole = self.whole(length)

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 import torch
@@ -62,10 +62,7 @@ class Offload:
                      for i in self.layers}
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned).atexit = False
-        self._pins = {}
-        if self.on_cuda:
-            threads = ThreadPoolExecutor(THREADS, initializer=like_this_thread(self.device))
-            self._pins = {i: threads.submit(self._pin, host) for i, host in self.host.items()}
+        self._pins: dict[int, Future] | None = None  # not begun: the batch around it may yet fail
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         fewest, most = STAGING_BUFFERS
@@ -76,13 +73,15 @@ class Offload:
             self._open_stream()
 
     def layer(self, i: int) -> Tensor:
-        """Layer i on the host, as soon as it is pinned."""
-        if i in self._pins:
-            if self._pins[i].cancelled():
+        """Layer i on the host, as soon as it is pinned. The first call has all of them pinned, in order."""
+        if self._pins is None:
+            threads = ThreadPoolExecutor(THREADS, initializer=like_this_thread(self.device))
+            self._pins = {j: threads.submit(self._pin, host) for j, host in self.host.items() if self.on_cuda}
+        if (pin := self._pins.pop(i, None)) is not None:
+            if pin.cancelled():
                 self._pin(self.host[i])
             else:
-                self._pins[i].result()
-            del self._pins[i]
+                pin.result()
         return self.host[i]
 
     def _pin(self, tensor: Tensor) -> None:
@@ -169,7 +168,7 @@ class Offload:
     def close_work(self) -> None:
         """Waits, after a prefill that ended or was broken off, until no copy is in flight. What was not pinned by then
         is not, until it is needed: a program that Ctrl-C ends would wait for it."""
-        for pin in self._pins.values():
+        for pin in (self._pins or {}).values():
             pin.cancel()
         if self.on_cuda:
             self.copy_stream.synchronize()

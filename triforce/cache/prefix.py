@@ -88,9 +88,10 @@ class PrefixStore(View):
             self.oldest[row] = self.base
             self.forget(row)
         elif not self.holds(row, length + behind):
-            _, self.oldest[row], kept = self._kept[row]
+            _, oldest, kept = self._kept[row]
             for ring, x in zip(self.rings(row), kept, strict=True):
                 ring.copy_(x)
+            self.oldest[row] = oldest  # at last: Ctrl-C may have come before
 
     def holds(self, row: int, length: int, kept: bool = False) -> bool:
         """Whether all layers have what tokens behind the first `length` of a row will see; or with `kept`, will have it

@@ -162,8 +162,8 @@ class Buffers:
 
     def _of_prefix(self, prefix: Prefix, ids: list[list[int]]) -> int:
         """How many tokens of a prefix the prompts share: not the last one of a prompt, which is pending."""
-        common = self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
-        return common if prefix.store is not None and prefix.store.holds(0, common) else 0
+        common = common_length(prefix.tokens[: prefix.num_shared], *ids)
+        return prefix.held(self._whole(min(common, min(map(len, ids)) - 1)))
 
     @property
     def _alone(self) -> DecodeBatch | None:
@@ -254,8 +254,8 @@ class Buffers:
                                                                   tokens[:length]))
         if held:
             self._read(reader, store)
-            num_read = held if held == length else held // unit * unit
-            num_read = num_read if store.holds(0, num_read) else 0
+            counts = [held] * (held == length or bool(store.windowed)) + [held // unit * unit, 0]
+            num_read = next(count for count in counts if store.holds(0, count))
             store.truncate(0, num_read)
         stretch = length if every is None else -(-every // unit) * unit
         for start in range(num_read, length, stretch):
@@ -279,10 +279,10 @@ class Buffers:
                                  device=self.device) for i in store.windowed}
         reader.fill(lambda i: newest[i] if i in newest else store.layer(i, 0), self.heads, self.device,
                     self.target.group)
+        store.oldest[0] = max((layout.length - layout.held(i) for i in newest), default=0)
         for i in range(config.n_layer):
             if i in newest:
-                store.oldest[0] = first = layout.length - layout.held(i)
-                store.store(i, 0, first, newest[i])
+                store.store(i, 0, layout.length - layout.held(i), newest[i])
             else:
                 store.score(i, 0, 0, store.load(i, 0, 0, self._whole(layout.length))[0])
 

@@ -108,10 +108,17 @@ class Prefix:
         """What a file says beside tokens, keys and values; see `KINDS`."""
         return self.engine.identity() | storable(**{name: getattr(self, name) for name in OF_DOCUMENT})
 
+    def held(self, length: int) -> int:
+        """`length`, the number of the first tokens, or 0 where layers with windows have not kept what follows them."""
+        return length if self.store is not None and self.store.holds(0, length) else 0
+
     def part(self, length: int) -> "Prefix":
-        """The first `length` tokens, a whole number of flush intervals, with the same storage."""
+        """The first `length` tokens, a whole number of flush intervals, with the same storage. Raises UserError where
+        they are not `held`."""
         if length == self.num_shared:
             return self
+        if not self.held(length):
+            raise UserError(f"windows have lost the first {length} of {self.num_shared} tokens; prefill these anew")
         return Prefix(self.engine, self.tokens[:length], self.store.part(length))
 
     def is_same(self, other: "Prefix | None") -> bool:
@@ -182,7 +189,8 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
         layout, sizes = reader.layout, layout_of(engine, len(reader.tokens), reader.layout.length)
-        is_late = any(first not in range(most + 1) for first, most in zip(layout.firsts, sizes.firsts, strict=False))
+        is_late = len(layout.firsts) not in (0, len(sizes.firsts)) or any(
+            first not in range(most + 1) for first, most in zip(layout.firsts, sizes.firsts, strict=False))
         sizes = replace(sizes, dtype=layout.dtype, firsts=layout.firsts)
         if is_late or layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
             raise altered

@@ -15,6 +15,7 @@ import fcntl
 import glob
 import json
 import math
+import operator
 import os
 import secrets
 import shutil
@@ -213,7 +214,7 @@ class PrefixReader:
         found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
         num_layers = len({name.split(".")[1] for name in found if "." in name})
         (_, [num_tokens]), (dtype, [length, head_dim]) = found["tokens"], found["k.0.0"]
-        firsts = tuple(json.loads(self._file.metadata().get("firsts", "[]")))
+        firsts = tuple(map(operator.index, json.loads(self._file.metadata().get("firsts", "[]"))))
         length += firsts[0] if firsts else 0
         self.layout = Layout(num_tokens, num_layers, (len(found) // 2 - 1) // num_layers, length, head_dim, dtype,
                              firsts)
