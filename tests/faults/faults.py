@@ -112,8 +112,6 @@ FAULTS = [
 
     # -- keys and values
     Fault("tail-row", "cache.kv_cache:Tail.load", "rows flush the first one's tail", given(row="0"), "cache -k ragged"),
-    Fault("load-border", "cache.kv_cache:KVCache.load", "what is read across prefix and tail is wrong",
-          op("-", "+"), "cache -k border_of_the_tail"),
     Fault("flush-without-scores", "cache.kv_cache:KVCache.flush", "no flushed chunk is chosen", skip("score"), "naive"),
     Fault("seat-forgets", "cache.kv_cache:KVCache.truncate", "a prompt has no end", skip("store"), "cache -k ragged"),
     Fault("store-values", "cache.store:View.store", "keys are values", given(kv="kv.flip(0)"), "cache -k dense_twin"),
@@ -243,6 +241,8 @@ FAULTS = [
           skip("copy_"), "windows -k goes_back"),
     Fault("ring-end", "cache.prefix:PrefixStore.holds", "what was kept of the prompt stands for a part of its answer",
           op("<=", ">="), "windows -k goes_back"),
+    Fault("ring-lost", "engine.prompt_cache:Prefix.held", "a document is handed out that rings have lost",
+          cond("holds", True), "windows -k rings_have_lost"),
     Fault("ring-forget", "decode.batch:DecodeBatch.truncate", "what was kept of another text is put back",
           skip("forget"), "windows -k forgotten"),
     Fault("parts-lse", "attention:merge_parts", "parts weigh too much beside the tail", op("-", "+"),
