@@ -125,6 +125,7 @@ def test_what_this_machine_has_is_the_default(command, monkeypatch):
     (["plan", "--checkpoint", "/no/such"], "no such folder"), (["plan", "--gamma", "99"], "gamma (99) must be"),
     (["plan", "--num-resident-layers", "3"], "add offload=True (--offload)"),
     (["plan", "--offload", "--num-resident-layers", "9"], "is more than the 8 layers that see all keys"),
+    (["plan", "--max-seq-len", "999999"], "exceeds the model's positions; use at most 131072"),
     (["plan", "--prompt-file", "book.txt"], "--prompt-file names one; say how many tokens it has with --prompt-len"),
     (["check", "--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
     (["check", "--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),

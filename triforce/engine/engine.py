@@ -73,9 +73,6 @@ class Engine:
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         self.compute_stream = compute_stream or ComputeStream(target.device)
         placement = replace(placement or Placement(), device=target.device).resolve()
-        limit, name, longest = target.config.max_len, target.config.limit_name, placement.max_seq_len
-        if longest is not None and longest > limit:
-            raise UserError(f"max_seq_len ({longest}) exceeds the model's {name}; use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
         models, cache_dir = Models(target, draft, drafting, placement.draft_ranks), placement.cache_dir

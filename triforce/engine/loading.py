@@ -80,6 +80,9 @@ def check_target(place: Placement, config: ModelConfig, device: torch.device | N
     """Raises UserError for a placement that the target does not fit. device: None: a GPU that can do all."""
     if (count := place.num_resident_layers or 0) > (most := len(config.full_layers)):
         raise UserError(f"num_resident_layers ({count}) is more than the {most} layers that see all keys; use fewer")
+    if (longest := place.max_seq_len or 0) > config.max_len:
+        name, most = config.limit_name, config.max_len
+        raise UserError(f"max_seq_len ({longest}) exceeds the model's {name}; use at most {most}")
     if config.num_experts and "fp8" in (place.draft_dtype, place.weights):
         raise UserError("fp8 (weights, draft_dtype) is for dense models, and this one has experts; leave it out")
     if place.draft_dtype:
