@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from triforce.cache.blocks import prefill_blocks
+from triforce.config import Placement
 from triforce.cpu import adapt
+from triforce.engine.loading import check_target
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
 from triforce.model import ModelConfig, RopeScaling, Transformer, inverse_frequencies
@@ -86,7 +88,7 @@ def test_dual_chunk_attention_is_a_limit():
     with pytest.raises(UserError, match=r"model's window before dual_chunk_attention_config.* \(128\); cut the prompt"):
         engine.logits([[1] * 129])
     with pytest.raises(UserError, match=r"max_seq_len \(200\) exceeds .*dual_chunk_attention_config.* at most 128"):
-        make_engine(engine.target, max_seq_len=200)
+        check_target(Placement(max_seq_len=200), config)  # of `load` and `plan`
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
