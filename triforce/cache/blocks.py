@@ -57,11 +57,11 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
 
 def _window_geometry(positions: Tensor, seen: Tensor, prefix: PrefixStore, config: ModelConfig,
                      dtype: torch.dtype) -> list[Tensor]:
-    """What layers with a window share: biases [B, 1, G * M, n] over the tail, over the ring of each row's own tokens,
-    and over that of those that all rows share."""
+    """What layers with a window share: biases [B, 1, G * M, n] over the tail, over the ring of what all rows share, if
+    they do, and over that of each row's own tokens."""
     device, oldest = seen.device, (positions - config.sliding_window)[..., None]  # [B, M, 1]: no longer seen
     masks = [seen & (prefix.len[:, None, None] + torch.arange(seen.shape[2], device=device) > oldest)]
-    for store, length, base in ((prefix, prefix.len[:, None], prefix.base), (prefix.shared, prefix.base, 0)):
+    for store, length, base in ((prefix.shared, prefix.base, 0), (prefix, prefix.len[:, None], prefix.base)):
         if store is not None:  # each slot of a ring holds the newest token that it can
             newest = length - base - 1
             place = newest - (newest - torch.arange(store.ring, device=device)) % store.ring  # [B, ring] or [ring]
@@ -171,10 +171,11 @@ class TargetBlock:
         return states + self._attend(q, start, k[:, :, start:longest], v[:, :, start:longest])
 
     def _in_window(self, q: Tensor) -> list:
-        """States over the rings, that of what all rows share first."""
-        prefix, (_, own, *common) = self.cache.prefix, self.window_biases
-        rings = [(prefix.shared, *common)] * len(common) + [(prefix, own)]
-        return [attention.ring(q, store.k[self.i], store.v[self.i], bias) for store, bias in rings]
+        """States over the rings."""
+        prefix, biases = self.cache.prefix, self.window_biases[1:]
+        stores = [store for store in (prefix.shared, prefix) if store is not None]
+        return [attention.ring(q, store.k[self.i], store.v[self.i], bias)
+                for store, bias in zip(stores, biases, strict=True)]
 
     def _attend(self, q: Tensor, start: int, k: Tensor, v: Tensor) -> list:
         """States over K and V [B, K, n, D] of positions from `start` on: over those that all rows see, and over the
@@ -284,7 +285,7 @@ class PrefillBlock:
 
     def _in_window(self, q: Tensor) -> attention.State:
         """A layer with a window sees the newest keys, those of a shared prefix among them."""
-        prefix, first = self.cache.prefix, max(self.start - self.cache.config.sliding_window + 1, 0)
+        prefix, first = self.cache.prefix, max(self.start - self.cache.prefix.window + 1, 0)
         before = torch.stack([prefix.load(self.i, row, first, self.start) for row in self.rows], 1)  # [2, B, K, n, D]
         k, v = (torch.cat(x, 2) for x in zip(before, (self.k, self.v), strict=True))
         return attention.windowed(q, k, v, prefix.window)

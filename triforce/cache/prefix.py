@@ -46,7 +46,7 @@ class PrefixStore(View):
                  interval: int = 0):
         self.shared, self.base = shared, shared.lens[0] if shared is not None else 0
         slots = capacity - self.base
-        self.windowed, self.window = frozenset(config.sliding_layers), config.sliding_window or 0
+        self.windowed, self.window = config.sliding_layers, config.sliding_window or 0
         ring = min(slots, self.window + max(BACK, 2 * interval))  # tokens of a layer with a window
         self.ring, self.interval = -(-ring // attention.RING) * attention.RING, interval
         self.oldest = [self.base] * batch  # per row: the first position that rings still hold
@@ -102,7 +102,7 @@ class PrefixStore(View):
                 or kept and length <= end and first >= oldest)
 
     def rings(self, row: int) -> list[Tensor]:
-        return [x[i][row] for i in sorted(self.windowed) for x in (self.k, self.v)]
+        return [x[i][row] for i in self.windowed for x in (self.k, self.v)]
 
     def keep(self, lengths: list[int]) -> None:
         """Notes what the rings hold, for `truncate` to go back to, of rows of these lengths."""
@@ -130,8 +130,7 @@ class PrefixStore(View):
             return common if stop <= self.base else torch.cat([common, self.load(i, row, self.base, stop)], 2)
         if i in self.streamed:
             return self.offload.load(i, row, start, stop)
-        at = self._slots(i, start, stop)
-        return torch.stack([self.k[i][row][:, at], self.v[i][row][:, at]])
+        return super().load(i, row, start, stop)
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         if i in self.streamed:
@@ -139,15 +138,12 @@ class PrefixStore(View):
         if i in self.windowed:
             start, kv = start + max(kv.shape[2] - self.ring, 0), kv[:, :, -self.ring :]
             self.oldest[row] = max(self.oldest[row], start + kv.shape[2] - self.ring)
-        at = self._slots(i, start, start + kv.shape[2])
-        self.k[i][row][:, at], self.v[i][row][:, at] = kv
+        super().store(i, row, start, kv)
 
-    def _slots(self, i: int, start: int, stop: int) -> slice | Tensor:
-        """Where layer i has a row's own tokens [start, stop)."""
-        start, stop = start - self.base, stop - self.base
+    def slots(self, i: int, start: int, stop: int) -> slice | Tensor:
         if i in self.windowed:
-            return torch.arange(start, stop, device=self.len.device) % self.ring
-        return slice(start, stop)
+            return torch.arange(start - self.base, stop - self.base, device=self.len.device) % self.ring
+        return super().slots(i, start - self.base, stop - self.base)
 
     def first(self, i: int, length: int) -> int:
         """The first position that layer i has of row 0, of `length` tokens."""
@@ -198,9 +194,8 @@ class PrefixStore(View):
         length = self.lens[0] - self.base
         self.packed = None
         if length >= MIN_TOKENS:
-            self.packed = {i: PackedPrefix(k[0, :, :length], v[0, :, :length])
-                           for i, (k, v) in enumerate(zip(self.k, self.v, strict=True))
-                           if i not in self.windowed | self.streamed}
+            self.packed = {i: PackedPrefix(self.k[i][0, :, :length], self.v[i][0, :, :length])
+                           for i in range(len(self.k)) if i not in self.windowed and i not in self.streamed}
 
     def open(self, ends: list[int]) -> None:
         """Decides which part of a batch is masked. The prompts are in, and no row will outgrow its end."""

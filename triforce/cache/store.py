@@ -88,12 +88,17 @@ class View(Store):
         self.lens[row] = length
         self.len[row].fill_(length)
 
+    def slots(self, i: int, start: int, stop: int) -> slice | Tensor:
+        """Where layer i has a row's own tokens [start, stop)."""
+        return slice(start, stop)
+
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
-        return torch.stack([self.k[i][row, :, start:stop], self.v[i][row, :, start:stop]])
+        at = self.slots(i, start, stop)
+        return torch.stack([self.k[i][row][:, at], self.v[i][row][:, at]])
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
-        stop = start + kv.shape[2]
-        self.k[i][row, :, start:stop], self.v[i][row, :, start:stop] = kv
+        at = self.slots(i, start, start + kv.shape[2])
+        self.k[i][row][:, at], self.v[i][row][:, at] = kv
 
     @property
     def extent(self) -> Extent:
