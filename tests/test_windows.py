@@ -16,7 +16,9 @@ from triforce.config import Settings
 from triforce.decode.batch import Sizes
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.engine.memory import plan_memory
+from triforce.engine.prompt_cache import layout_of
 from triforce.engine.prompt_cache import opened as opened_file
+from triforce.engine.prompt_cache_file import write
 from triforce.hf.checkpoint import load_model
 from triforce.hf.config import config_from_hf
 from triforce.model import ModelConfig, Transformer
@@ -404,6 +406,19 @@ def test_a_files_windows_are_checked(firsts, tmp_path):
     assert json.loads(said) == [560, 0, 560]
     told = json.dumps(firsts, separators=(",", ":")).replace('"', "'").encode().ljust(len(said))[: len(said)]
     (tmp_path / "a.prefix").write_bytes(data.replace(said, told, 1))
+    with pytest.raises(UserError, match="altered"):
+        engine.open(tmp_path / "a.prefix")
+
+
+@pytest.mark.parametrize("layers,firsts", [((0, 2), (672, 0, 672)), ((0, 2), (560, 16, 560)), ((), (100, 0, 0))])
+def test_a_file_has_what_its_model_sees(layers, firsts, tmp_path):
+    """One whose tensors fit what it says, and not the windows of the model."""
+    config = replace(models_of("some")[0].config, sliding_layers=layers)
+    engine = make_engine(Transformer.random(config), **MADE)
+    book = engine.prefill(random_prompt(700))
+    layout = replace(layout_of(engine, 700, 688), firsts=firsts)
+    write(tmp_path / "a.prefix", layout, book.about, book.tokens, lambda i: torch.zeros(2, 2, layout.held(i), 8),
+          range(2))
     with pytest.raises(UserError, match="altered"):
         engine.open(tmp_path / "a.prefix")
 
