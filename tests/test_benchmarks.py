@@ -27,6 +27,8 @@ from triforce.hf.tokenizer import Tokenizer
      {"autoregression", "draft"}),
     ("questions --context 600 --questions 2 --samples 2 --singles 1 --max-new-tokens 16 --device cpu", "gpus", {1}),
     ("float8 --contexts 600 --max-new-tokens 4 --device cpu", "context", {600, None}),
+    ("kinds --config triforce/tiny/target/config.json --contexts 600 700 --dtype float32 --device cpu", "context",
+     {600, 700}),
     ("first_tokens --context 600 --texts 1 --new 2 6", "speculate", {True, False}),
     ("first_tokens --context 600 --texts 1 --new 6 --wrong --gpus 2", "wrong", {True}),
     ("real acceptance --checkpoint triforce/tiny/target --text docs/guide.md --contexts 600 --positions 16 "
