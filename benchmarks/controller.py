@@ -13,7 +13,7 @@ import copy
 import random
 from statistics import mean
 
-from triforce.decode.controller import Controller, Costs, Rate
+from triforce.decode.controller import Controller, Costs, Rate, emitted
 from triforce.decode.plan import LENGTHS, PADDED, DraftPlan, Padding
 
 ROW = 0.08  # on a CPU a further row takes so much of the first
@@ -41,6 +41,11 @@ NO_GOOD, TOKENS = (0.05, 0.03, 0.02), (32, 64, 128, 256)
 def milliseconds(costs: Costs, plan: DraftPlan) -> tuple[float, float]:
     """Of a round of a plan: drafting, and checking."""
     return float(costs.drafting(plan) @ costs.values), float(costs.checking(plan) @ costs.values)
+
+
+def looked_up(rate: float) -> list[float]:
+    """Expected tokens of rounds that check 0, 1, ... n-gram tokens."""
+    return [emitted(rate, count) for count in range(64)]
 
 
 def kept(rng: random.Random, rate: float, count: int) -> int:
@@ -74,9 +79,9 @@ def time_per_token(setting: tuple, rates: tuple, tokens: int, seed: int, control
                    plan: DraftPlan | None = None) -> float:
     """Of one text, by a controller or by a fixed plan."""
     costs, _, _, _, rows = setting
-    rng, meter, spent, emitted, hard = random.Random(seed), Rate(0.1), 0.0, 0.0, 0.0
-    while emitted < tokens:
-        now = plan or controller.choose(tokens - emitted, ngram=meter.value)
+    rng, meter, spent, done, hard = random.Random(seed), Rate(0.1), 0.0, 0.0, 0.0
+    while done < tokens:
+        now = plan or controller.choose(tokens - done, looked_up(meter.value))
         hard = rng.randint(5, 25) if hard <= 0 and rng.random() < 0.04 else hard
         chances = {name: rate * (0.7 if hard > 0 else 1.0)
                    for name, rate in zip(("retrieval", "model", "ngram"), rates, strict=True)}
@@ -88,13 +93,13 @@ def time_per_token(setting: tuple, rates: tuple, tokens: int, seed: int, control
                 before = seen.get(name, (0, 0))
                 seen[name] = before[0] + hits, before[1] + tests
         took, count = milliseconds(costs, now), mean(counts)
-        spent, emitted, hard = spent + sum(took), emitted + count, hard - count
+        spent, done, hard = spent + sum(took), done + count, hard - count
         for _ in range(round(count)):
             meter.update(rng.random() < chances["ngram"], 1)
         if controller is not None:
             controller.timed(now, *(one * rng.uniform(0.98, 1.02) for one in took))
             controller.update(count, **seen)
-    return spent / emitted
+    return spent / done
 
 
 def two_texts(setting: tuple, rates: tuple, tokens: int, seed: int) -> tuple[float, float]:
@@ -117,7 +122,7 @@ def best_fixed(setting: tuple, rates: tuple, tokens: int, texts: int) -> float:
     controller, plans = Controller(copy.deepcopy(costs), gamma, inner, padding), set()
     for share in (1.0, 0.95, 0.9, 0.8):
         chances = {name: rate * share for name, rate in zip(("retrieval", "model", "ngram"), rates, strict=True)}
-        plans.add(controller.plans[int(controller.times_per_token(chances).argmin())])
+        plans.add(controller.plans[int(controller.times_per_token(chances, looked_up(chances["ngram"])).argmin())])
     return min(mean(time_per_token(setting, rates, tokens, seed, plan=plan) for seed in range(texts)) for plan in plans)
 
 

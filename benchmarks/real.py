@@ -12,11 +12,12 @@ that a token which the view's level draws is kept (the sum of the smaller of bot
 
 With --draft, the draft model too, over its first and newest tokens (--draft-windows).
 
-`speed` generates: medians over --seeds texts of --max-new-tokens each, the whole call (prefill and --whole tokens),
-autoregression, and with --peers transformers on the same weights (by itself, assisted by the same draft, with prompt
-lookup). A text that loops flatters every draft, so the share of its 8-grams that it has said before stands beside its
-time. --question asks this after the text, in the model's chat template. --yarn stretches a window by this factor. Each
---setting is measured in turn, and a table at the end has a line for each. --quick does a few minutes of it.
+`speed` generates: medians over --seeds texts of --max-new-tokens each, which go on from as many places of a file, the
+whole call (prefill and --whole tokens), autoregression, and with --peers transformers on the same weights (by itself,
+assisted by the same draft, with prompt lookup). A text that loops flatters every draft, so the share of its 8-grams
+that it has said before stands beside its time. --question asks this after the text, in the model's chat template.
+--yarn stretches a window by this factor. Each --setting is measured in turn, and a table at the end has a line for
+each. --quick does a few minutes of it.
 """
 
 import argparse
@@ -246,30 +247,35 @@ def repeated(tokens: list[int]) -> float:
     return 1 - len(set(grams)) / max(len(grams), 1)
 
 
-def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
-    """Of one prompt: medians over the seeds, for each temperature; seconds of whole calls."""
-    begun, row = time.perf_counter(), {}
+def speed(engine: Engine, prompts: list[list[int]], args) -> dict[str, float]:
+    """Of prompts, one for each seed: medians for each temperature; seconds of whole calls."""
+    begun, row, runs = time.perf_counter(), {}, {}
 
     def law(temperature: float) -> dict:
         return {"temperature": temperature, "top_p": 1.0 if temperature == 1 else args.top_p, "ignore_eos": True}
 
-    for temperature in args.temperatures:
-        engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(temperature))
-        row.setdefault("first_call_s", time.perf_counter() - begun)
-        runs = [engine.generate(ids, args.max_new_tokens, seed=seed, **law(temperature)) for seed in range(args.seeds)]
-        every = {"ms": [run.stats.tbt * 1e3 for run in runs], "loops": [repeated(run.tokens) for run in runs],
-                 "tokens_a_verify": [run.stats.block_efficiency for run in runs]}
+    for seed, ids in enumerate(prompts):
+        for temperature in args.temperatures:
+            if seed == 0:
+                engine.generate(ids, min(64, args.max_new_tokens), seed=0, **law(temperature))
+                row.setdefault("first_call_s", time.perf_counter() - begun)
+            run = engine.generate(ids, args.max_new_tokens, seed=seed, **law(temperature))
+            runs.setdefault(temperature, []).append(run)
+            if controller := engine.buffers.state.pilot.controller:  # gamma="auto": what it knows at the end
+                row[f"T{temperature:g}_plan"] = str(controller.plan)
+                row[f"T{temperature:g}_rates"] = {name: round(rate.mean, 3) for name, rate in controller.rates.items()}
+                row["costs_ms"] = {" ".join(map(str, part)): round(controller.costs[part], 2)
+                                   for part in controller.costs.number}
+    for temperature, some in runs.items():
+        every = {"ms": [run.stats.tbt * 1e3 for run in some], "loops": [repeated(run.tokens) for run in some],
+                 "tokens_a_verify": [run.stats.block_efficiency for run in some]}
         for name, values in every.items():
             row[f"T{temperature:g}_{name}"] = statistics.median(values)
-        row[f"T{temperature:g}_ms_by_seed"] = [round(value, 2) for value in every["ms"]]
-        if controller := engine.buffers.state.pilot.controller:  # gamma="auto": what it knows at the end
-            row[f"T{temperature:g}_plan"] = str(controller.plan)
-            row[f"T{temperature:g}_rates"] = {name: round(rate.mean, 3) for name, rate in controller.rates.items()}
-            row["costs_ms"] = {" ".join(map(str, part)): round(controller.costs[part], 2)
-                               for part in controller.costs.number}
+        row[f"T{temperature:g}_ms_by_text"] = [round(value, 2) for value in every["ms"]]
+    ids = prompts[0]
     for _ in range(2):  # the first records the step
         plain = engine.generate(ids, 48, seed=0, speculate=False, one_row=True, ignore_eos=True)
-    row |= {"autoregression_ms": plain.stats.tbt * 1e3, "peak_memory_gib": runs[-1].stats.peak_memory / 2**30}
+    row |= {"autoregression_ms": plain.stats.tbt * 1e3, "peak_memory_gib": run.stats.peak_memory / 2**30}
     for count in args.whole:
         engine.buffers.state.reset()  # prefills anew
         begun = time.perf_counter()
@@ -360,12 +366,13 @@ def measured(args, setting: dict) -> list[dict]:
                 if args.out:
                     harness.append(args.out, machine | row)
             else:
-                prompt = ids[:context]
+                apart = (len(ids) - context) // args.seeds
+                prompts = [ids[seed * apart :][:context] for seed in range(args.seeds)]
                 if args.question:
-                    text = engine.tokenizer.decode(prompt) + "\n\n" + args.question
-                    prompt = engine.encode_prompt([{"role": "user", "content": text}])
                     about["question"] = args.question
-                row = about | speed(engine, prompt, args)
+                    texts = [engine.tokenizer.decode(prompt) + "\n\n" + args.question for prompt in prompts]
+                    prompts = [engine.encode_prompt([{"role": "user", "content": text}]) for text in texts]
+                row = about | speed(engine, prompts, args)
                 harness.report(title, row, machine, args.out)
             rows.append(row)
     return rows

@@ -71,7 +71,7 @@ def test_recovers_when_acceptance_does():
 def test_the_table_says_what_each_plan_takes():
     costs = Costs({1: 15.0, 2: 19.0, 4: 28.0}, {1: 5.0, 4: 6.5}, {"model": (1.5, 1.2), "ngram": (0.4, 0.0)})
     controller = Controller(costs, 7, 3)
-    rates = {"retrieval": 0.8, "model": 0.5, "ngram": 0.2}
+    rates = {"retrieval": 0.8, "model": 0.5}
     assert len(controller.plans) == len(set(controller.plans)) > 60
     assert time_of(controller, DraftPlan(), rates) == 15
     two = (1.5 + 1.2 + 28) / (1 + 0.5 + 0.25)  # in a step of 4 rows
@@ -81,6 +81,12 @@ def test_the_table_says_what_each_plan_takes():
     drafted = 2 * (1 + 0.5 + 0.25)  # the mean of two rounds of the level between
     hierarchy = (2 * (1.5 + 1.2 + 6.5) + 28) / emitted(0.8, drafted)
     assert time_of(controller, DraftPlan(5, "model", True, 2, 2), rates) == pytest.approx(hierarchy)
+    looked_up = [1.0, 1.3, 1.5, 1.6]  # a right one makes the next likelier: no rate says that
+    times = dict(zip(controller.plans, controller.times_per_token(rates, looked_up), strict=True))
+    assert times[DraftPlan(2, "ngram")] == pytest.approx((0.4 + 28) / 1.5)
+    assert times[DraftPlan(7, "ngram")] == pytest.approx((0.4 + 28) / 1.6)  # more count as the last
+    assert times[DraftPlan(5, "ngram", True, 3, 2)] == pytest.approx((2 * (0.4 + 6.5) + 28) / emitted(0.8, 2 * 1.6))
+    assert times[DraftPlan(2, "model")] == pytest.approx(two)
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
 
 
@@ -169,7 +175,7 @@ def busy_then_idle(costs: Costs, busy: int, tokens: int) -> tuple[Controller, fl
     controller = Controller(costs, 7, 0, UNPADDED)
     rng, spent, emitted = random.Random(0), 0.0, 0
     for i in range(10_000):
-        plan = controller.choose(ngram=0.1)
+        plan = controller.choose(ngram=[1.0, 1.1, 1.11])
         took = [one * (2 if i < busy else 1) for one in milliseconds(tiny(), plan)]
         count = 1 + kept(rng, 0.1, plan.gamma) if plan.source == "ngram" else 1
         controller.timed(plan, *took)

@@ -1,5 +1,6 @@
 """The n-gram drafter against a loop, and what it does for text that repeats."""
 
+import itertools
 import random
 
 import torch
@@ -11,9 +12,9 @@ from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
 
 
-def look_up(tokens: list[int], gamma: int, longest: int = 4, shortest: int = 2) -> list[int]:
+def look_up(tokens: list[int], gamma: int, longest: int = 4) -> list[int]:
     """The longest match of the end of `tokens` further up, of those the latest; then what followed it."""
-    for size in range(longest, shortest - 1, -1):
+    for size in range(longest, 0, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[len(tokens) - size :]:
                 return tokens[end : end + gamma]
@@ -40,21 +41,28 @@ def test_proposals_equal_a_loop():
 
 
 def test_the_meter_knows_a_quote():
-    """New text tells it to expect little, and the fifth word of a quotation much."""
+    """New text tells it to expect little, and the fifth word of a quotation much. What follows a right one is likelier
+    right than that one was."""
     rng = random.Random(0)
     text = [rng.randrange(1000) for _ in range(5000)]
     meter = NgramMeter(text)
-    assert meter.rate < 0.1
+
+    def chances() -> list[float]:
+        """That the next one is right, and each further one if those before it are."""
+        gained = [1.0, *(b - a for a, b in itertools.pairwise(meter.emitted(5)))]
+        return [b / max(a, 1e-9) for a, b in itertools.pairwise(gained)]
+
+    assert meter.emitted(5)[0] == 1 and chances()[0] < 0.1 and chances()[1] > 0.3 and chances()[4] > 0.7
     meter.update(text[100:103])  # nothing to go by yet
-    assert meter.rate < 0.1
+    assert chances()[0] < 0.1
     for token in text[103:110]:
         meter.update([token])
-    assert meter.rate > 0.75
+    assert chances()[0] > 0.75 and meter.emitted(5)[5] > 3.5
     meter.update(text[110:200])
-    assert meter.rate > 0.9
+    assert chances()[0] > 0.9
     meter.update([1000])
-    assert meter.rate < 0.1
-    assert NgramMeter([5]).rate < 0.2
+    assert chances()[0] < 0.1
+    assert NgramMeter([5]).emitted(1)[1] < 1.2
 
 
 def test_a_look_up_finds_the_latest_match_of_a_million():

@@ -92,10 +92,6 @@ class TokenTree(NamedTuple):
         unused = spine[:, :1].expand(-1, self.rows - self.spine - self.num_leaves)
         return torch.cat([spine, runners_up[..., : self.leaves].flatten(1), unused], 1)
 
-    def leaves_of(self, rows: "Tensor") -> "Tensor":
-        """Of [B, M], one number a row, those of the leaves: [B, S - 1, k]."""
-        return rows[:, self.spine : self.spine + self.num_leaves].unflatten(1, (self.spine - 1, self.leaves))
-
 
 class Shape(NamedTuple):
     """A tree: the spine, then the rows of its branches, each after the row that it follows."""

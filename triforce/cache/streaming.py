@@ -25,7 +25,8 @@ class StreamingCache(View):
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
                  slack: int, device, dtype):
-        capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
+        unit = 8 * attention.SPLIT  # so that a product over all keys is split, in parts that tensor cores load
+        capacity = -(-(num_sink + window_size + slack) // unit) * unit
         super().__init__(config, batch, capacity, device, dtype)
         self.config, self.rope, self.num_sink, self.window_size, self.slack = config, rope, num_sink, window_size, slack
         positions = torch.tensor(range(capacity), device=device)

@@ -106,11 +106,6 @@ class RetrievalView(View):
             self.choose(row)
             self.is_stale = self.is_stale or self._due[row]
 
-    def open_common(self) -> None:
-        """All rows have been opened."""
-        if self.shared is not None:
-            self.shared.open(0)
-
     def catch_up(self, rows: Iterable[int]) -> list[int]:
         """Chooses what is due of these rows' views, which a round is about to read. Returns the rows that it chose for,
         perhaps COMMON too."""

@@ -104,10 +104,10 @@ def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tens
         return chain
     stop, order = chain.num_accepted[:, None], chain.rows  # [B, 1], [B, S]
     at = stop.clamp(max=tree.spine - 2)
-    leaves = tree.leaves_of(tokens).gather(1, at[..., None].expand(-1, 1, tree.leaves)).squeeze(1)  # [B, k]
-    same = leaves == drawn.gather(1, stop)
+    first = tree.spine + at * tree.leaves  # [B, 1], the row of the first leaf there
+    same = tokens.gather(1, first + torch.arange(tree.leaves, device=at.device)) == drawn.gather(1, stop)  # [B, k]
     found = same.any(1) & (chain.num_accepted < num_drafted)
-    row = tree.spine + at * tree.leaves + same.long().argmax(1, keepdim=True)
+    row = first + same.long().argmax(1, keepdim=True)
     order = torch.where((order == stop + 1) & found[:, None], row, order)
     return Verdict(drawn.gather(1, order), chain.num_accepted, found.long(), order)
 

@@ -301,8 +301,6 @@ class DecodeBatch:
         prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
                        for held, end in zip(self.cache.lens, self._ends, strict=True)]
         self.hierarchy.open(prefix_ends)
-        if self.hierarchy.view is not None:
-            self.hierarchy.view.open_common()
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)

@@ -8,7 +8,7 @@ tokens, and acceptance is exact whatever was drafted. No step is run only to be 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -197,24 +197,30 @@ class Controller:
         recorded = np.array([self.PREPARATIONS.get(what, 0) for what, _ in costs.number])
         self._recorded = ((self._drafting + self._checking) > 0) * recorded * costs.preparing
 
-    def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
-        """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
-        (gamma, rounds, inner), chances = self._counts, np.array([rates.get(name, 0.0) for name in self._names])
-        rate, of_source = chances[self._levels]
-        # A retrieval level proposes as many as its rounds are expected to bring.
-        drafted = np.where(rounds > 0, np.minimum(gamma, rounds * emitted(of_source, inner)), gamma)
-        return (self._drafting + self._checking) @ self.costs.believed / (self._gain * emitted(rate, drafted))
+    def times_per_token(self, rates: dict[str, float], ngram: Sequence[float] = (1.0,)) -> np.ndarray:
+        """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these. ngram: see `choose`."""
+        (gamma, rounds, inner), (drafter, source) = self._counts, self._levels
+        chances, looked_up = np.array([rates.get(name, 0.0) for name in self._names]), np.array(ngram)
 
-    def choose(self, remaining: float = math.inf, **known: float) -> DraftPlan:
+        def tokens(level: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+            found = looked_up[np.minimum(drafted, len(looked_up) - 1).astype(int)]
+            return np.where(level == self._names.index("ngram"), found, emitted(chances[level], drafted))
+
+        # A retrieval level proposes as many as its rounds are expected to bring.
+        drafted = np.where(rounds > 0, np.minimum(gamma, rounds * tokens(source, inner)), gamma)
+        return (self._drafting + self._checking) @ self.costs.believed / (self._gain * tokens(drafter, drafted))
+
+    def choose(self, remaining: float = math.inf, ngram: Sequence[float] = (1.0,)) -> DraftPlan:
         """The next round's plan.
 
         Args:
             remaining: tokens of a row that may come yet, in this text and in later ones.
-            known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
+            ngram: expected tokens of a round that checks 0, 1, ... tokens that were looked up. More than these count as
+                the last. The caller knows: one that is right is a sign that the next one will be.
         """
-        costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()} | known
+        costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()}
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
-        times = self.times_per_token(rates) + preparing
+        times = self.times_per_token(rates, ngram) + preparing
         # Plans with a part that no round has shown: the long ones, and without any evidence all.
         times[(self._drafting @ (costs.seen == 0) > 0) & (self._is_long | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN

@@ -200,6 +200,8 @@ class Hierarchy:
             level.totals.zero_()
         if self.view is not None:
             self.view.num_rebuilds = 0
+            if self.view.shared is not None:
+                self.view.shared.open(0)
 
     def open_sources(self, ends: list[int]) -> None:
         for source in self.sources.values():

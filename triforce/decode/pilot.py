@@ -126,8 +126,10 @@ class Pilot:
         return DraftPlan(padded=self.padding.plain or drafts_follow)
 
     def _best(self) -> DraftPlan:
-        rates = [meter.rate for meter in self.meters if meter is not None]
-        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
+        most = self.hierarchy.outer.rows - 1
+        found = [meter.emitted(most) for meter in self.meters if meter is not None] or [[1.0]]
+        ngram = [statistics.fmean(rows) for rows in zip(*found, strict=True)]
+        return self.controller.choose(remaining=self._remaining, ngram=ngram)
 
     def think(self) -> None:
         """Chooses while the device works. A CPU has nothing beside: there a choice waits for what the round shows."""

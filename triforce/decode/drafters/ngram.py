@@ -30,7 +30,7 @@ class NgramDrafter(Drafter):
         max_drafted: the most tokens of a proposal to a level that wants no distributions.
     """
 
-    LONGEST, SHORTEST = 4, 2  # tokens that are compared; a match of fewer proposes nothing
+    LONGEST = 4  # tokens that are compared
     emits_probs = False
 
     def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
@@ -40,12 +40,9 @@ class NgramDrafter(Drafter):
 
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
-        self.step(*self._args(probs))
+        # Tokens for all rows of the level that checks, so that one compiled step serves every gamma.
+        self.step(self.max_drafted if probs is None else probs.shape[1] - 1, probs)
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
-
-    def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:
-        """Tokens for all rows of the level that checks, so that one compiled step serves every gamma."""
-        return self.max_drafted if probs is None else probs.shape[1] - 1, probs
 
     def _step(self, n: int, probs: Tensor | None) -> None:
         self.compiler(NgramDrafter._look_up)(self, n, probs)
@@ -61,11 +58,10 @@ class NgramDrafter(Drafter):
             matched += run
         matched = torch.where(position < start[:, None], matched, 0)  # not the newest tokens themselves
         best = (matched * tokens.shape[1] + position).argmax(1)  # [B]: the longest, of those the latest
-        long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.SHORTEST
         follow = best[:, None] + 1 + torch.arange(n, device=tokens.device)
         drafted = tokens.gather(1, torch.minimum(follow, start[:, None]))  # padded with a valid token
         known = (start - best).clamp(max=n)  # what follows the match ends at the newest token
-        self.num_drafted.copy_(torch.where(long_enough, known, 0))
+        self.num_drafted.copy_(torch.where(matched.any(1), known, 0))
         if probs is not None:  # the checker expects distributions: all their mass lies on the token
             probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, drafted[..., None], 1.0)
         tokens.scatter_(1, start[:, None] + 1 + torch.arange(n, device=tokens.device), drafted)
@@ -91,14 +87,17 @@ class NgramMeter:
             self.follows[tuple(tokens[end - length : end])] = tokens[end]
         self.update(tokens[len(self.tokens) :])
 
-    @property
-    def rate(self) -> float:
-        """The chance that looking up the next token is right."""
-        return self._rate.value
+    def emitted(self, most: int) -> list[float]:
+        """Expected tokens of a round that checks 0, 1, ... `most` of those that are looked up."""
+        tokens, chance = [1.0], 1.0
+        for run in range(self.run, self.run + most):
+            chance *= self._rate(run).value
+            tokens.append(tokens[-1] + chance)
+        return tokens
 
-    @property
-    def _rate(self) -> Rate:
-        return self.rates[bisect.bisect_right(self.RUNS, self.run) - 1]
+    def _rate(self, run: int) -> Rate:
+        """That the next one is right, after `run` right ones."""
+        return self.rates[bisect.bisect_right(self.RUNS, run) - 1]
 
     def fork(self, tokens: list[int]) -> "NgramMeter":
         """A meter of this text and what follows it, without a copy of what is known of this text."""
@@ -113,7 +112,7 @@ class NgramMeter:
         for token in tokens:
             key = tuple(self.tokens[-self.LENGTH :])
             right = self.follows.get(key) == token
-            self._rate.update(right, 1)
+            self._rate(self.run).update(right, 1)
             self.run = self.run + 1 if right else 0
             self.follows[key] = token
             self.tokens.append(token)
