@@ -11,9 +11,13 @@ right: the time over that of autoregression, of first texts and of next ones of 
 import argparse
 import copy
 import random
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from statistics import mean
 
-from triforce.decode.controller import Controller, Costs, Rate, emitted
+from triforce.decode.controller import Controller, Costs
+from triforce.decode.drafters.ngram import NgramMeter
 from triforce.decode.plan import LENGTHS, PADDED, DraftPlan, Padding
 
 ROW = 0.08  # on a CPU a further row takes so much of the first
@@ -29,6 +33,7 @@ SETTINGS = {
     "7B, 122,880": (Costs({16: 20.5}, {5: 5.4}, {"model": (0.25, 0.2)}, plain=20.0), ONE_ROW, 15, 4, 1),
     "8B, 32,768": (Costs({16: 8.6}, {5: 5.5}, {"model": (0.35, 0.3)}, plain=8.4), ONE_ROW, 15, 4, 1),
     "1.5B, 0.5B": (Costs({16: 4.9}, {5: 2.3}, {"model": (0.7, 0.6)}, plain=4.8), ONE_ROW, 15, 4, 1),
+    "1.5B, n-grams": (Costs({10: 3.95}, {5: 2.2}, {"model": (1.3, 1.0), "ngram": (0.2, 0.0)}), PADDED, 9, 4, 1),
     "7B, offloaded": (Costs({64: 1180.0}, {5: 5.5}, {"model": (0.3, 0.25)}), PADDED, 63, 4, 1),
     "a CPU": (Costs(by_rows(12.0, 7), by_rows(6.0, 3), {"model": (1.0, 0.9)}), UNPADDED, 7, 3, 1),
     "a CPU, n-grams": (Costs(by_rows(12.0, 7), {}, {"model": (1.0, 0.9), "ngram": (0.05, 0.0)}), UNPADDED, 7, 3, 1),
@@ -43,9 +48,9 @@ def milliseconds(costs: Costs, plan: DraftPlan) -> tuple[float, float]:
     return float(costs.drafting(plan) @ costs.values), float(costs.checking(plan) @ costs.values)
 
 
-def looked_up(rate: float) -> list[float]:
-    """Expected tokens of rounds that check 0, 1, ... n-gram tokens."""
-    return [emitted(rate, count) for count in range(64)]
+def of_run(rate: float, run: int) -> float:
+    """The chance of a looked-up token after `run` right ones: quotations come in runs."""
+    return rate / 2 if run == 0 else rate if run < 4 else 1 - (1 - rate) / 3
 
 
 def kept(rng: random.Random, rate: float, count: int) -> int:
@@ -53,21 +58,28 @@ def kept(rng: random.Random, rate: float, count: int) -> int:
     return next((i for i in range(count) if rng.random() >= rate), count)
 
 
-def one_round(rng: random.Random, plan: DraftPlan, rates: dict[str, float]) -> tuple[int, dict[str, tuple[int, int]]]:
+def one_round(rng: random.Random, plan: DraftPlan, rates: dict[str, float],
+              quoted: Sequence[bool] = ()) -> tuple[int, dict[str, tuple[int, int]]]:
     """Tokens that a round emits if the levels keep with these chances, and (hits, tests) by level, as a controller is
-    told: of tokens that were kept, and of the first that was not."""
+    told: of tokens that were kept, and of the first that was not. quoted: whether looking up finds the next tokens."""
     drafted, seen = plan.gamma, {}
+
+    def right(source: str, at: int, count: int) -> int:
+        if source != "ngram":
+            return kept(rng, rates[source], count)
+        return [*quoted[at : at + count], False].index(False)
+
     if plan.retrieval and plan.source:
         origins = ""  # k: kept by the retrieval level; m: its own, where the draft missed; b: a bonus
         for _ in range(plan.rounds):
-            count = kept(rng, rates[plan.source], plan.gamma_inner)
+            count = right(plan.source, len(origins), plan.gamma_inner)
             origins += "k" * count + ("m" if count < plan.gamma_inner else "b")
         origins = origins[: plan.gamma]
         drafted = len(origins)
     if plan.gamma == 0:
         return 1, seen
     checked = "retrieval" if plan.retrieval else plan.source
-    count = kept(rng, rates[checked], drafted)
+    count = right(checked, 0, drafted)
     seen[checked] = count, count + (count < drafted)
     if plan.retrieval and plan.source:
         hits = origins[:count].count("k")
@@ -79,23 +91,27 @@ def time_per_token(setting: tuple, rates: tuple, tokens: int, seed: int, control
                    plan: DraftPlan | None = None) -> float:
     """Of one text, by a controller or by a fixed plan."""
     costs, _, _, _, rows = setting
-    rng, meter, spent, done, hard = random.Random(seed), Rate(0.1), 0.0, 0.0, 0.0
+    rng, meter, spent, done, hard = random.Random(seed), NgramMeter([0]), 0.0, 0.0, 0.0
+    quoted, run = [], 0
     while done < tokens:
-        now = plan or controller.choose(tokens - done, looked_up(meter.value))
+        while len(quoted) < done + 400:
+            quoted.append(rng.random() < of_run(rates[2], run))
+            run = run + 1 if quoted[-1] else 0
+        now = plan or controller.choose(tokens - done, meter.emitted(64))
         hard = rng.randint(5, 25) if hard <= 0 and rng.random() < 0.04 else hard
         chances = {name: rate * (0.7 if hard > 0 else 1.0)
                    for name, rate in zip(("retrieval", "model", "ngram"), rates, strict=True)}
         counts, seen = [], {}
         for _ in range(rows):
-            count, told = one_round(rng, now, chances)
+            count, told = one_round(rng, now, chances, quoted[round(done) :])
             counts.append(count)
             for name, (hits, tests) in told.items():
                 before = seen.get(name, (0, 0))
                 seen[name] = before[0] + hits, before[1] + tests
         took, count = milliseconds(costs, now), mean(counts)
+        for found in quoted[round(done) : round(done + count)]:
+            meter.judge(found)
         spent, done, hard = spent + sum(took), done + count, hard - count
-        for _ in range(round(count)):
-            meter.update(rng.random() < chances["ngram"], 1)
         if controller is not None:
             controller.timed(now, *(one * rng.uniform(0.98, 1.02) for one in took))
             controller.update(count, **seen)
@@ -122,7 +138,8 @@ def best_fixed(setting: tuple, rates: tuple, tokens: int, texts: int) -> float:
     controller, plans = Controller(copy.deepcopy(costs), gamma, inner, padding), set()
     for share in (1.0, 0.95, 0.9, 0.8):
         chances = {name: rate * share for name, rate in zip(("retrieval", "model", "ngram"), rates, strict=True)}
-        plans.add(controller.plans[int(controller.times_per_token(chances, looked_up(chances["ngram"])).argmin())])
+        found = accumulate((of_run(chances["ngram"], run) for run in range(64)), mul, initial=1.0)
+        plans.add(controller.plans[int(controller.times_per_token(chances, [*accumulate(found)]).argmin())])
     return min(mean(time_per_token(setting, rates, tokens, seed, plan=plan) for seed in range(texts)) for plan in plans)
 
 

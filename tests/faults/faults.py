@@ -182,7 +182,7 @@ FAULTS = [
           arg("_rate", 0, "self.run"), "ngram -k meter"),
     Fault("ngram-rate", "decode.controller:Controller.times_per_token", "looked-up tokens are never expected",
           arg("where", 0, "level < 0"), "controller -k table"),
-    Fault("meter-run", "decode.drafters.ngram:NgramMeter.update", "a quote never ends", const(0, 4), "ngram -k meter"),
+    Fault("meter-run", "decode.drafters.ngram:NgramMeter.judge", "a quote never ends", const(0, 4), "ngram -k meter"),
     Fault("shared-draft-place", "decode.drafters.ranks:SharedDrafter.propose",
           "other ranks check other tokens than drafted", op("+", "-", 2), "parallel -k 'one_computes and 2'"),
     Fault("shared-draft-laws", "decode.drafters.ranks:SharedDrafter.propose", "other ranks check against a stale law",

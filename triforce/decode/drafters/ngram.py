@@ -107,12 +107,15 @@ class NgramMeter:
         fork.update(tokens)
         return fork
 
+    def judge(self, is_right: bool) -> None:
+        """Looking up the next token is right, or not."""
+        self._rate(self.run).update(is_right, 1)
+        self.run = self.run + 1 if is_right else 0
+
     def update(self, tokens: list[int]) -> None:
         """Takes in kept tokens."""
         for token in tokens:
             key = tuple(self.tokens[-self.LENGTH :])
-            right = self.follows.get(key) == token
-            self._rate(self.run).update(right, 1)
-            self.run = self.run + 1 if right else 0
+            self.judge(self.follows.get(key) == token)
             self.follows[key] = token
             self.tokens.append(token)
