@@ -44,25 +44,35 @@ def test_the_meter_knows_a_quote():
     """New text tells it to expect little, and the fifth word of a quotation much. What follows a right one is likelier
     right than that one was."""
     rng = random.Random(0)
-    text = [rng.randrange(1000) for _ in range(5000)]
+    text = rng.sample(range(10**6), 5000)
     meter = NgramMeter(text)
 
     def chances() -> list[float]:
         """That the next one is right, and each further one if those before it are."""
         gained = [1.0, *(b - a for a, b in itertools.pairwise(meter.emitted(5)))]
-        return [b / max(a, 1e-9) for a, b in itertools.pairwise(gained)]
+        return [b / max(a, 1e-300) for a, b in itertools.pairwise(gained)]
 
     assert meter.emitted(5)[0] == 1 and chances()[0] < 0.1 and chances()[1] > 0.3 and chances()[4] > 0.7
-    meter.update(text[100:103])  # nothing to go by yet
+    meter.update(text[100:101])  # nothing has been right yet
     assert chances()[0] < 0.1
-    for token in text[103:110]:
+    for token in text[101:110]:
         meter.update([token])
     assert chances()[0] > 0.75 and meter.emitted(5)[5] > 3.5
     meter.update(text[110:200])
     assert chances()[0] > 0.9
-    meter.update([1000])
-    assert chances()[0] < 0.1
+    meter.update([10**6])
+    assert chances()[0] < 0.3
     assert NgramMeter([5]).emitted(1)[1] < 1.2
+
+
+def test_the_meter_looks_up_as_the_drafter_does_and_soon_forgets_the_prompt():
+    """A prompt that repeats nothing says little of an answer that quotes it, two words at a time."""
+    text = random.Random(0).sample(range(10**6), 5000)
+    meter = NgramMeter(text)
+    for place in range(0, 1000, 100):  # the first word is found nowhere, the second after the first alone
+        meter.update(text[place : place + 2])
+    meter.update([10**6])
+    assert meter.emitted(1)[1] > 1.3
 
 
 def test_a_look_up_finds_the_latest_match_of_a_million():

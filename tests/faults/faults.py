@@ -182,6 +182,8 @@ FAULTS = [
           arg("_rate", 0, "self.run"), "ngram -k meter"),
     Fault("ngram-rate", "decode.controller:Controller.times_per_token", "looked-up tokens are never expected",
           arg("where", 0, "level < 0"), "controller -k table"),
+    Fault("meter-prompt", "decode.drafters.ngram:NgramMeter.__init__", "answers are judged by their prompts",
+          skip("begin"), "ngram -k meter"),
     Fault("meter-run", "decode.drafters.ngram:NgramMeter.judge", "a quote never ends", const(0, 4), "ngram -k meter"),
     Fault("shared-draft-place", "decode.drafters.ranks:SharedDrafter.propose",
           "other ranks check other tokens than drafted", op("+", "-", 2), "parallel -k 'one_computes and 2'"),

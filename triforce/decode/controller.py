@@ -45,9 +45,9 @@ class Rate:
         back = (1 - kept) * self.WEIGHT
         self.hits, self.tests = kept * self.hits + back * self.guess, kept * self.tests + back
 
-    def begin(self) -> None:
-        """Another text begins: what earlier ones showed counts no more than a guess."""
-        self.hits, self.tests = self.WEIGHT * self.mean, self.WEIGHT
+    def begin(self, weight: float = WEIGHT) -> None:
+        """Another text begins: what earlier ones showed counts no more than a guess, or as so many tests."""
+        self.hits, self.tests = weight * self.mean, weight
 
     @property
     def mean(self) -> float:

@@ -126,8 +126,7 @@ class Pilot:
         return DraftPlan(padded=self.padding.plain or drafts_follow)
 
     def _best(self) -> DraftPlan:
-        most = self.hierarchy.outer.rows - 1
-        found = [meter.emitted(most) for meter in self.meters if meter is not None] or [[1.0]]
+        found = [meter.emitted(self.hierarchy.outer.rows) for meter in self.meters if meter is not None] or [[1.0]]
         ngram = [statistics.fmean(rows) for rows in zip(*found, strict=True)]
         return self.controller.choose(remaining=self._remaining, ngram=ngram)
 

@@ -73,25 +73,26 @@ class NgramMeter:
     Quotes come in runs, so there is a rate for each length of the run of tokens that it has just got right.
     """
 
-    LENGTH = 3  # tokens that are looked up
+    LENGTHS = 3, 1  # newest tokens that are looked up, and how many where these are new
     RUNS = (0, 1, 4)  # a rate from each of these on
     PRIORS = (0.1, 0.4, 0.8)
     JUDGED = 2048  # the last tokens of the prompt, which already judge it
 
     def __init__(self, tokens: list[int]):
         self.follows: MutableMapping[tuple, int] = {}
-        self.run, length = 0, self.LENGTH
-        self.rates = [Rate(prior) for prior in self.PRIORS]
-        self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
-        for end in range(length, len(self.tokens)):
-            self.follows[tuple(tokens[end - length : end])] = tokens[end]
-        self.update(tokens[len(self.tokens) :])
+        self.run, self.rates = 0, [Rate(prior) for prior in self.PRIORS]
+        self.tokens = known = list(tokens[: max(len(tokens) - self.JUDGED, *self.LENGTHS)])
+        for size in self.LENGTHS:
+            self.follows.update(zip(zip(*(known[i:] for i in range(size)), strict=False), known[size:], strict=False))
+        self.update(tokens[len(known) :])
+        for rate in self.rates:  # an answer may repeat more than its prompt does, or less
+            rate.begin(16.0)
 
     def emitted(self, most: int) -> list[float]:
         """Expected tokens of a round that checks 0, 1, ... `most` of those that are looked up."""
         tokens, chance = [1.0], 1.0
         for run in range(self.run, self.run + most):
-            chance *= self._rate(run).value
+            chance *= self._rate(run).mean  # without benefit of the doubt: it is judged whether it drafts or not
             tokens.append(tokens[-1] + chance)
         return tokens
 
@@ -102,7 +103,7 @@ class NgramMeter:
     def fork(self, tokens: list[int]) -> "NgramMeter":
         """A meter of this text and what follows it, without a copy of what is known of this text."""
         fork = copy.copy(self)
-        fork.follows, fork.tokens = ChainMap({}, self.follows), self.tokens[-self.LENGTH :]
+        fork.follows, fork.tokens = ChainMap({}, self.follows), self.tokens[-max(self.LENGTHS) :]
         fork.rates = copy.deepcopy(self.rates)
         fork.update(tokens)
         return fork
@@ -115,7 +116,7 @@ class NgramMeter:
     def update(self, tokens: list[int]) -> None:
         """Takes in kept tokens."""
         for token in tokens:
-            key = tuple(self.tokens[-self.LENGTH :])
-            self.judge(self.follows.get(key) == token)
-            self.follows[key] = token
+            keys = [tuple(self.tokens[-length:]) for length in self.LENGTHS]
+            self.judge(next((self.follows[key] for key in keys if key in self.follows), None) == token)
+            self.follows.update(dict.fromkeys(keys, token))
             self.tokens.append(token)
