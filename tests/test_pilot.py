@@ -92,6 +92,21 @@ def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation()
         assert state.pilot.controller.costs.values.max() > 5_000  # seven seconds, by the first rank's clock
 
 
+def test_what_looking_up_brings_is_the_mean_of_the_rows(pair, monkeypatch):
+    """Of those that have not ended."""
+    quotes, new = random_prompt(50) * 4, random_prompt(200, seed=1)
+    state, told = make_state(*pair, [quotes, new], auto=True, ngram=True), []
+    monkeypatch.setattr(Controller, "choose", lambda self, remaining, ngram: told.append(ngram) or self.plans[0])
+    pilot = state.pilot
+    both, most = [meter.emitted(state.hierarchy.outer.rows) for meter in pilot.meters], state.hierarchy.outer.rows
+    pilot._best()
+    assert both[0][most] > both[1][most] + 1
+    assert told[-1] == pytest.approx([(a + b) / 2 for a, b in zip(*both, strict=True)])
+    pilot.close_row(1)
+    pilot._best()
+    assert told[-1] == both[0]
+
+
 def test_ranks_begin_with_the_first_ones_guess():
     """A rank that has no draft guesses otherwise than the others, and must not choose by that."""
     target, draft = random_pair()

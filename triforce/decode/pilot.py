@@ -4,9 +4,9 @@ The controller is told of kept tokens, first rejections, and times that do not d
 decisions cannot bias the output.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ..cache.views import COMMON
@@ -127,8 +127,7 @@ class Pilot:
 
     def _best(self) -> DraftPlan:
         found = [meter.emitted(self.hierarchy.outer.rows) for meter in self.meters if meter is not None] or [[1.0]]
-        ngram = [statistics.fmean(rows) for rows in zip(*found, strict=True)]
-        return self.controller.choose(remaining=self._remaining, ngram=ngram)
+        return self.controller.choose(remaining=self._remaining, ngram=[*map(fmean, zip(*found, strict=True))])
 
     def think(self) -> None:
         """Chooses while the device works. A CPU has nothing beside: there a choice waits for what the round shows."""
@@ -169,7 +168,7 @@ class Pilot:
     def is_due(self, row: int, brought: list[RowRound]) -> bool:
         """Takes in what a round brought for the rows of a view: is it to be chosen anew?"""
         going = [len(one.tokens) for one in brought if one.tokens]  # the others have ended
-        self.since[row] += statistics.fmean(going or [0])
+        self.since[row] += fmean(going or [0])
         return bool(going) and self.since[row] >= (self.common_interval if row == COMMON else self.rebuild_interval)
 
     def rebuilt(self, rows: list[int]) -> None:
@@ -198,7 +197,7 @@ def tally(plan: DraftPlan, rows: list[RowRound]) -> tuple[float, dict[str, tuple
     if plan.retrieval and plan.source not in (None, "ngram"):
         kept = [origin for row in rows for origin in row.origins[: row.num_accepted]]
         seen[plan.source] = kept.count(ACCEPTED), sum(map(kept.count, (ACCEPTED, MISSED, LEAF)))
-    return statistics.fmean(len(row.tokens) for row in rows) if rows else 0.0, seen
+    return fmean(len(row.tokens) for row in rows) if rows else 0.0, seen
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:

@@ -76,7 +76,7 @@ class NgramMeter:
     LENGTHS = 3, 1  # newest tokens that are looked up, and how many where these are new
     RUNS = (0, 1, 4)  # a rate from each of these on
     PRIORS = (0.1, 0.4, 0.8)
-    JUDGED = 2048  # the last tokens of the prompt, which already judge it
+    JUDGED, WEIGHT = 2048, 16.0  # the last tokens of the prompt already judge it, and count as so many tests
 
     def __init__(self, tokens: list[int]):
         self.follows: MutableMapping[tuple, int] = {}
@@ -86,7 +86,7 @@ class NgramMeter:
             self.follows.update(zip(zip(*(known[i:] for i in range(size)), strict=False), known[size:], strict=False))
         self.update(tokens[len(known) :])
         for rate in self.rates:  # an answer may repeat more than its prompt does, or less
-            rate.begin(16.0)
+            rate.begin(self.WEIGHT)
 
     def emitted(self, most: int) -> list[float]:
         """Expected tokens of a round that checks 0, 1, ... `most` of those that are looked up."""
