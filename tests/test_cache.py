@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,37 +40,44 @@ def lengths_on_device(monkeypatch):
     """As a GPU's kernel would, from lengths on the device alone. What each call was given: lengths, and their bound."""
     given = []
 
-    def up_to(q, k, v, lengths, bound, places, is_empty=None):
-        lens, here = lengths.tolist(), [place // k.shape[1] // k.shape[2] for place in places[1, :-1].tolist()]
-        given.append((lens, bound))
-        assert max(lens) <= bound <= k.shape[2] and (is_empty is not None or min(lens) > 0)
-        assert places[0].tolist() == list(range(len(here) + 1)) and len(lens) == len(here)
-        assert places[1, :-1].tolist() == [row * k.shape[1] * k.shape[2] for row in here]
-        assert k.stride(0) == k.shape[1] * k.shape[2] * k.shape[3] and len(q) == len(here)
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-        for i, (row, n) in enumerate(zip(here, lens, strict=True)):
-            out[i], lse[i] = (x[0] for x in dense(q[i, None], k[row, None, :, :n], v[row, None, :, :n]))
-            lse[i] = lse[i] if n else float("inf")  # as that kernel says
-        return out, lse if is_empty is None else lse.masked_fill(is_empty, float("-inf"))
+    def up_to(q, k, v, parts):
+        lens, bound = parts.lengths, parts.bound * len(parts.lengths)
+        given.append((lens[:, :, 0].sum(0).tolist(), bound, len(lens)))
+        assert q.is_contiguous() and (q == q[:1]).all() and k.is_contiguous()
+        assert bound <= k.shape[2] and lens.max() <= parts.bound
+        assert lens.shape == q.shape[:3] and parts.queries.tolist() == list(range(lens.numel() + 1))
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:4])
+        for at, place in zip(itertools.product(*map(range, lens.shape)), parts.keys.tolist(), strict=False):
+            own = [x.reshape(1, 1, -1, x.shape[3])[:, :, place : place + int(lens[at])] for x in (k, v)]
+            out[at], lse[at] = (x[0, 0] for x in dense(q[at][None, None], *own))
+            lse[at] = lse[at] if lens[at] else float("inf")  # as that kernel says
+        return out, lse
 
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
     monkeypatch.setattr(attention, "up_to", up_to)
     return given
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("base", [0, 96])
 @pytest.mark.parametrize("own,expected", [((100, 33, 1, 64), {160}), ((60, 60, 33, 40), {128}), ((40,), {32, 64})])
-def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, own, expected, lengths_on_device,
-                                                                   monkeypatch):
-    """In one call, and that of several rows with one bound from the first round to the last."""
-    monkeypatch.setattr(prefix_module, "STRIDE", 32)
+def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, own, expected, fused,
+                                                                   lengths_on_device, monkeypatch):
+    """In one call, and that of several rows with one bound from the first round to the last; in parts, if what merges
+    them is compiled."""
+    if fused:
+        as_if_compiled = partial(attention.parts_up_to, fused=True)
+        monkeypatch.setattr(attention, "parts_up_to", lambda *args, fused: as_if_compiled(*args))
+    for module, name, value in ((prefix_module, "STRIDE", 32), (attention, "PARTS", 4), (attention, "FEW_BLOCKS", 99)):
+        monkeypatch.setattr(module, name, value)
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
     state = make_state(*pair, prompts, base=base, max_new_tokens=60)
     texts = run_rounds(state, 40)
     assert state.num_flushes >= 2 * len(own)
     for prompt, tokens in zip(prompts, texts, strict=True):
         assert_the_dense_twin_says(pair[0], prompt, tokens)
-    lens, bounds = zip(*lengths_on_device, strict=True)
+    lens, bounds, counts = zip(*lengths_on_device, strict=True)
+    assert set(counts) == {4 if fused else 1}
     assert {bound for bound in bounds if bound} == expected
     assert all(len(set(column)) >= 3 for column in zip(*lens, strict=True))  # each row's grow
 

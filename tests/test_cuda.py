@@ -315,30 +315,33 @@ def test_attention_over_a_ring(batch, heads, rows, dim, keys, dtype):
         torch.testing.assert_close(attention.join([own, found]).double(), expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("batch,heads,rows,dim", [(1, 4, 1, 64), (1, 4, 8, 128), (1, 2, 64, 128), (1, 1, 5, 128),
-                                                  (5, 4, 1, 64), (5, 8, 16, 128), (40, 8, 4, 128)])
+@pytest.mark.parametrize("batch,heads,rows,dim", [(1, 4, 1, 64), (1, 4, 8, 128), (1, 2, 64, 128), (1, 1, 5, 256),
+                                                  (2, 2, 8, 64), (1, 32, 3, 96), (5, 4, 1, 64), (5, 8, 16, 128),
+                                                  (40, 8, 4, 128), (3, 4, 70, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
     """In one graph for all lengths: attention over each sequence's keys before its length, and over none behind it.
-    The bits of a sequence follow from its own length alone."""
+    The bits of a sequence follow from its own length alone. Of few KV heads in parts."""
     make = {"device": "cuda", "dtype": dtype}
     torch.manual_seed(0)
     q = torch.randn(batch, heads, rows, dim, **make)
     drawn = torch.randn(2, batch, heads, 4096, dim, **make)
     k, v = kv = drawn.clone()
-    lengths, is_empty = torch.full((batch,), 300, device="cuda", dtype=torch.int32), None
-    if batch > 1:
-        is_empty = torch.zeros(batch, 1, 1, device="cuda", dtype=torch.bool)
-    args = q, k, v, lengths, 2048, attention.places(k), is_empty
-    attention.up_to(*args)
+    lengths = torch.full((batch,), 300, device="cuda", dtype=torch.int32)
+
+    def attend():
+        parts = attention.parts_up_to(lengths, 2048, attention.places(k), rows, fused=True)
+        assert len(parts.lengths) == (attention.PARTS if batch * heads <= 4 else 1)
+        spread = q.expand(len(parts.lengths), *q.shape).contiguous()
+        return attention.merge_parts(*attention.up_to(spread, k, v, parts))
+
+    attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = attention.up_to(*args)
+        out, lse = attend()
     said = {}
     for counts in ([1], [128], [1000, 1, 0], [1537], [2048, 0, 300, 128], [2048, 2048, 1000]):
         lengths.copy_(torch.tensor([counts[i % len(counts)] or int(batch == 1) for i in range(batch)]))
-        if is_empty is not None:
-            is_empty.copy_((lengths == 0)[:, None, None])
         kv.copy_(drawn)
         graph.replay()
         before = out.clone(), lse.clone()
@@ -348,7 +351,7 @@ def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
         for i, count in enumerate(lengths.tolist()):
             if count == 0:
-                assert (lse[i] == float("-inf")).all() and (out[i] == 0).all()
+                assert (lse[i] <= attention.EMPTY).all() and (out[i] == 0).all()
                 continue
             bias = torch.zeros(1, 1, 1, count, device="cuda")
             here = slice(i, i + 1)

@@ -18,13 +18,14 @@ Which kernel (`dense`, `causal`, `masked`, `shared` and `up_to` choose by this t
               others                                      products and a softmax
     shared    GPU     half     many, or many KV heads     cuDNN, over parts of the keys
               others                                      as unmasked, rows of all sequences together
-    up to a   GPU     half     D is 64 or 128             flash for sequences of any lengths
+    up to a   GPU     half     D is 64, 96, 128 or 256    flash for sequences of any lengths
     length
 
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
+EMPTY = -1e30  # the lse of a part without keys. The flash kernel says inf
+PARTS, FEW_BLOCKS = 16, 4  # of the keys of few KV heads of 64 rows each; 12 to 30 take the same time
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
 # dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
@@ -71,13 +74,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
         return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
         return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
-    kernel = _kernel(q)
-    if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
-        count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
-        if count < len(q):
-            states = [kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)]
-            return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-    return kernel(q, k, v, False)
+    return _kernel(q)(q, k, v, False)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
@@ -114,15 +111,6 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     if start < length:
         states.append(_flash_cuda(q, k[:, :, start:], v[:, :, start:], False))
     return states
-
-
-def sequences_a_call(batch: int, n_kv_head: int, rows: int, device: torch.device) -> int:
-    """How many sequences to give to one call of the flash kernel: all, or so few that it splits their keys: that they
-    have fewer than 1.6 blocks (a KV head and 64 rows) for each of a GPU's processors. Unsplit keys are read at 2.5
-    instead of 3.7 to 4.0 TB/s (on an H200)."""
-    each = n_kv_head * -(-rows // 64)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return batch if batch * each < 1.6 * processors else max(processors // each, 1)
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor) -> State:
@@ -172,58 +160,74 @@ def merge_parts(out: Tensor, lse: Tensor) -> State:
     """The state over all of some keys, of one of parts, [P, B, K, R, D] and [P, B, K, R]. Another stays as it is."""
     if out.ndim == 4:
         return out, lse
-    # As products, and with the numbers of a row side by side: in half of the time that a sum over parts takes. By KV
-    # head and then by row of the batch, as parts lie in memory.
-    out, lse = out.transpose(1, 2), lse.transpose(1, 2)  # [P, K, B, R, D]
-    sums = lse.flatten(1).t().contiguous()  # [K * B * R, P]
-    logs = sums.log_softmax(-1)
-    parts, weights = out.to(logs.dtype).flatten(1, 3).transpose(0, 1), logs.exp()[:, None]  # [K * B * R, P, D], or 1, P
-    # Each part tells the sum of all, one that sees hidden keys alone only roughly: so by weight.
-    whole, total = weights @ parts, weights @ (sums - logs)[..., None]
-    return whole.view(out.shape[1:]).transpose(0, 1), total.view(lse.shape[1:]).transpose(0, 1)
+    lse = lse.nan_to_num(posinf=EMPTY)
+    if len(out) == 1:
+        return out[0], lse[0]
+    weights = lse.softmax(0)
+    return (weights[..., None] * out).sum(0), lse.amax(0) - weights.amax(0).log()
 
 
 def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `up_to` has a kernel there that is tested."""
-    return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 128)
+    return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 96, 128, 256)
+
+
+class Parts(NamedTuple):
+    """The first keys of each sequence as `up_to` takes them: P parts, each part of a KV head as a sequence of its own.
+
+    One part is enough for many KV heads. Of few, the flash kernel splits the keys a hundredfold to occupy a GPU, and
+    joins what it has split by a few of its processors: of 122,880 keys of two KV heads in 25 us, where reading them
+    takes 39 (on an H200). Of PARTS parts it splits each a few times, and joins them in 6.
+    """
+
+    queries: Tensor  # [P * B * K + 1], int32, where each begins, in tokens
+    keys: Tensor  # the same for keys, from the first one of all on, or more of them
+    lengths: Tensor  # [P, B, K], int32
+    bound: int  # no part is longer
 
 
 def places(k: Tensor) -> Tensor:
-    """Where `up_to` finds each sequence of keys [B, K, S, D]: [2, B + 1], int32, numbers of queries and of tokens."""
-    counts, apart = range(len(k) + 1), k.stride(0) // k.stride(2)
-    return torch.tensor([[*counts], [n * apart for n in counts]], dtype=torch.int32, device=k.device)
+    """Where each KV head of each sequence of keys [B, K, S, D] begins: [B, K], int32, in tokens."""
+    batch, heads = ([i * (x // k.stride(2)) for i in range(n)] for n, x in zip(k.shape[:2], k.stride(), strict=False))
+    return torch.tensor([[b + h for h in heads] for b in batch], dtype=torch.int32, device=k.device)
 
 
-def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
-          is_empty: Tensor | None = None) -> State:
-    """`dense` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
-    lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
+def parts_up_to(lengths: Tensor, bound: int, places: Tensor, rows: int, fused: bool) -> Parts:
+    """Parts for so many rows of each KV head, of sequences that lie at `places` and have lengths [B], at most `bound`
+    of them. fused: compiled code merges the parts. Otherwise that takes as long as one part takes more."""
+    count = PARTS if fused and places.numel() * -(-rows // HALF) <= FEW_BLOCKS else 1
+    size, make = -(-bound // count), {"dtype": torch.int32, "device": places.device}
+    first = torch.arange(0, (count + 1) * size, size, **make)[:, None, None]
+    here = lengths[:, None].expand(places.shape) - first[:count]
+    return Parts(torch.arange(here.numel() + 1, **make), (first + places).flatten(), here.clamp(0, size), size)
+
+
+def up_to(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> State:
+    """`dense` over the first keys of each sequence, as a state of parts. The device alone knows how many they are: a
+    graph of it stays valid as lengths change. The bits of a sequence depend on no other's length, and keys behind a
+    length are not read.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D], of equal strides; D is contiguous. places: `places` of these.
-        lengths: [B], int32. bound: at least as much. Each part of split keys has its share of it.
-        is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
+        q: [P, B, K, R, D], contiguous, the same for each part. k, v: [B, K, S, D], of equal strides; D is contiguous.
     """
-    (batch, n_kv_head, slots, dim), rows = k.shape, q.shape[2]
-    # The kernel splits long keys over a GPU only where each sequence has one query, of more heads than the keys have:
-    # so the rows are given as those heads, [B, K * R, D], at least 2 of a KV head.
-    q = (q.expand(-1, -1, 2, -1) if rows == 1 else q).contiguous().flatten(1, 2)
-    # One sequence after the other, as if of one.
-    apart = k.stride(0) // k.stride(2)
-    k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (x.stride(2), x.stride(1), 1)) for x in (k, v))
-    count = sequences_a_call(batch, n_kv_head, rows, q.device) if bound >= LONG else batch
-    outs, lses = [], []
-    for some in (slice(a, min(a + count, batch)) for a in range(0, batch, count)):
-        begins = places[0, : some.stop - some.start + 1], places[1, some.start : some.stop + 1]
-        out, lse = torch.ops.aten._flash_attention_forward(q[some], k, v, *begins, 1, bound, 0.0, False, False,
-                                                           seqused_k=lengths[some])[:2]
-        outs.append(out)
-        lses.append(lse.reshape(n_kv_head, -1, len(out)))  # as it lies in memory
-    out, lse = (torch.cat(outs), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
-    lse = lse.permute(2, 0, 1)
-    if is_empty is not None:  # there the kernel says inf
-        lse = lse.masked_fill(is_empty, float("-inf"))
-    return out.unflatten(1, (n_kv_head, -1))[:, :, :rows], lse[:, :, :rows]
+    count, batch, n_kv_head, rows, dim = q.shape
+    # The kernel splits keys over a GPU only where each sequence has one query, of more heads than the keys have: so the
+    # rows are given as those heads, at least 2, of sequences that have one KV head.
+    q = (q.expand(-1, -1, -1, 2, -1) if rows == 1 else q).flatten(0, 2)  # [N, R, D]
+    tokens = sum((n - 1) * (x // k.stride(2)) for n, x in zip(k.shape[:3], k.stride(), strict=False)) + 1
+    k, v = (x.as_strided((tokens, 1, dim), (x.stride(2), dim, 1)) for x in (k, v))
+    # It does so for fewer than 1.6 blocks (a KV head and 64 rows) for each processor. Unsplit keys are read at 2.5
+    # instead of 3.7 to 4.0 TB/s (on an H200): many sequences are given to it some at a time.
+    blocks, processors = -(-rows // HALF), torch.cuda.get_device_properties(q.device).multi_processor_count
+    at_once, states = parts.bound < LONG or len(q) * blocks < 1.6 * processors, []
+    step = len(q) if at_once else max(processors // blocks, 1)
+    for a, some in zip(range(0, len(q), step), q.split(step), strict=True):
+        begins = parts.queries[: len(some) + 1], parts.keys[a : a + len(some) + 1]
+        out, lse = torch.ops.aten._flash_attention_forward(some, k, v, *begins, 1, parts.bound, 0.0, False, False,
+                                                           seqused_k=parts.lengths.flatten()[a : a + step])[:2]
+        states.append((out, lse.reshape(-1, len(out)).t()))  # as it lies in memory
+    states = states[0] if len(states) == 1 else map(torch.cat, zip(*states, strict=True))
+    return tuple(x.unflatten(0, (count, batch, n_kv_head))[:, :, :, :rows] for x in states)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False,

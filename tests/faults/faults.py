@@ -59,7 +59,9 @@ FAULTS = [
           given(visible="visible.roll(1, 1)"), "attention cache -k 'contribute or ragged'"),
     Fault("empty-counts", "attention:dense", "no keys weigh as much as one", arg("full", 1, "0.5"), "attention"),
     Fault("parts-weight", "attention:merge_parts", "parts of the keys count alike, whatever is attended to",
-          name("log_softmax", "softmax"), "prefix -k parts"),
+          name("softmax", "cumsum"), "prefix -k parts"),
+    Fault("parts-empty", "attention:parts_up_to", "a part behind a sequence's length reads one key",
+          arg("clamp", 0, "1"), "cache -k on_the_device"),
     Fault("shared-order", "attention:of_batch", "rows get each other's attention over what they share",
           given(q="q.roll(1, 0)"), "prefix -k 'parts or greedy_bits'"),
 

@@ -87,7 +87,6 @@ class TargetBlock:
         """
         self.cache, self.view, self.extent, self.compiled = cache, view, extent, compiled
         self.n_head, self.n_kv_head, self.keep_queries = cache.config.n_head, cache.config.n_kv_head, keep_queries
-        self.length_on_device = view.length_on_device
         self.alone = view.joined and view.shared is None and not cache.config.sinks
         self.waits = view.joined and view.follows  # `read` attends to the tail, once the view before it is chosen
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True, on_piece=on_piece)
@@ -95,17 +94,19 @@ class TargetBlock:
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias, windows = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
-        self.ragged_bias = self.is_empty = self.near_path_bias = None
+        self.ragged_bias = self.parts = self.near_path_bias = None
         if cache.config.sliding_layers:
             self.window_biases = _window_geometry(  # uncompiled: each document has a base of its own
                 *windows, cache.prefix, cache.config, tail.whole.dtype)
             if self.path_bias is not None:  # from the newest token of a path to the oldest
                 self.near_path_bias = self.path_bias.clone()
                 self.near_path_bias[..., cache.config.sliding_window :] = float("-inf")
-        if view.length_on_device:
-            self.is_empty = (view.own_len == 0)[:, None, None] if extent.longest > extent.dense else None
+        if view.length_on_device and extent.longest:
+            self.parts = attention.parts_up_to(view.own_len, extent.longest, view.places, tree.rows * cache.group,
+                                               fused=compiled(attention.join) is not attention.join)
         elif extent.longest > extent.dense:
             self.ragged_bias = _view_bias(view.own_len, *extent, tree.rows, cache.group, tail.whole.dtype)
+        self.num_parts = 0 if self.parts is None else len(self.parts.lengths)
 
     def layer(self, i: int) -> "TargetBlock":
         """Compiled code sees attributes of its own: what it reads is then the same for all layers."""
@@ -116,29 +117,27 @@ class TargetBlock:
         layer.queries = self.cache.queries[i] if self.keep_queries else None
         if i in self.cache.config.sliding_layers:  # it reads the prefix's newest keys, whatever the view
             layer.near, layer.bias, layer.alone, layer.waits = tail.kv[i], self.window_biases[0], False, False
-            layer.path_bias = self.near_path_bias
+            layer.path_bias, layer.num_parts = self.near_path_bias, 0
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Writes K and V. Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and states over the tail, or over
-        view and tail where the view lies right before it."""
+        """Writes K and V. Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or [P, B, K, G * M, D] for
+        `num_parts`; and states over the tail, or over view and tail where the view lies right before it."""
         q, kv = rotate(heads, self.cos, self.sin).split([self.n_head, 2 * self.n_kv_head], dim=1)
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
         kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
         put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
         q = attention.fold(q, self.n_kv_head)
-        if self.length_on_device:
-            q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
         # The path comes first, since every row sees itself on it.
         states = [] if self.path is None else [attention.apart(q, *self._path(kv), self.path_bias)]
-        return q, states if self.waits else [*states, self._near(q)]
+        states = states if self.waits else [*states, self._near(q)]
+        # As the view's kernel wants them; on its own that copy would take longer.
+        return q.expand(self.num_parts, *q.shape).contiguous() if self.num_parts else q, states
 
     def _near(self, q: Tensor) -> attention.State:
         """The state over the tail, and over the view where that lies right before it."""
-        if self.path is not None:
-            return attention.masked(q, *self.near, self.bias)
-        return attention.masked(q, *self.near, self.bias, no_empty_rows=True, alone=self.alone)
+        return attention.masked(q, *self.near, self.bias, no_empty_rows=self.path is None, alone=self.alone)
 
     def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
@@ -151,7 +150,8 @@ class TargetBlock:
     def read(self, q: Tensor) -> list:
         """States over the shared part, the view's dense part and its ragged part, where they exist. The ragged part
         comes last: where it weighs nothing, no bits depend on it."""
-        view, i, longest = self.view, self.i, self.extent.longest
+        view, i, longest, of_parts = self.view, self.i, self.extent.longest, q
+        q = q[0] if self.num_parts else q
         if i in self.cache.config.sliding_layers:
             return self._in_window(q)
         for one in (view.shared, view):
@@ -163,8 +163,8 @@ class TargetBlock:
         if i in view.streamed:
             return [*states, self.passage.attend(i, longest, partial(self._attend, q))]
         k, v, start = view.k[i], view.v[i], 0
-        if view.length_on_device:
-            return [*states, attention.up_to(q, k, v, view.own_len, longest, view.places, self.is_empty)]
+        if self.parts is not None:
+            return [*states, attention.up_to(of_parts, k, v, self.parts)]
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
             states.append(view.packed[i].dense(q))
             start = view.packed[i].length

@@ -59,7 +59,7 @@ class PrefixStore(View):
         self.num_resident = len(whole)  # how many of the layers that see all keys lie on the device
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
-        self.places = attention.places(whole[0]) if whole else None
+        self.places = attention.places((whole or self.k)[0])
         # By layer [B, K, C, D]: the mean key of every chunk. What has a window needs no view.
         self.chunk_keys = [
             torch.zeros(batch, config.n_kv_head, slots // chunk_size if chunk_size and i not in self.windowed else 0,
@@ -199,9 +199,8 @@ class PrefixStore(View):
 
     def open(self, ends: list[int]) -> None:
         """Decides which part of a batch is masked. The prompts are in, and no row will outgrow its end."""
-        self._batch_extent = None
-        if len(ends) > 1 or self.shared is not None and not self.length_on_device:
-            self._batch_extent = Extent(min(self.own_lens), max(ends) - self.base)
+        is_masked = len(ends) > 1 or self.shared is not None and not self.length_on_device
+        self._batch_extent = Extent(min(self.own_lens), max(ends) - self.base) if is_masked else None
 
     @property
     def extent(self) -> Extent:
@@ -210,7 +209,7 @@ class PrefixStore(View):
         dense, longest = self._batch_extent or Extent(min(self.own_lens), grown)
         if self.length_on_device:
             bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
-            return Extent(bound if dense else 0, bound)
+            return Extent(bound, bound)
         if self._batch_extent is not None:
             longest = min(longest, dense + max(-(-(grown - dense) // GROWTH), 1) * GROWTH)
         return Extent(dense, longest)

@@ -23,7 +23,7 @@ from ..model import ModelConfig
 
 class Extent(NamedTuple):
     """How much of a view is attended to. A recorded graph serves one extent. Where the kernel reads lengths on the
-    device, `longest` is a bound of all lengths. `dense` equals it, or is 0 if some row sees nothing."""
+    device, both are a bound of all lengths."""
 
     dense: int = 0  # positions that every row sees
     longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
