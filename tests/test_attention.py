@@ -87,6 +87,19 @@ def test_empty_states():
         assert torch.equal(merged[0], state[0]) and torch.equal(merged[1], state[1])
 
 
+@pytest.mark.parametrize("batch,heads,rows,fused,count", [(1, 4, 64, True, 16), (1, 4, 65, True, 1), (1, 5, 1, True, 1),
+                                                          (2, 1, 128, True, 16), (1, 4, 64, False, 1)])
+def test_keys_of_few_heads_are_read_in_parts(batch, heads, rows, fused, count):
+    """Where that is compiled; each key up to a length once."""
+    k = torch.empty(batch, heads, 130, 8)[:, :, :120]
+    lengths = torch.tensor([7, 100][-batch:], dtype=torch.int32)
+    parts = attention.parts_up_to(lengths, 110, attention.places(k), rows, fused)
+    assert parts.lengths.shape == (count, batch, heads) and parts.lengths.max() <= parts.bound
+    read = [place + i for place, n in zip(parts.keys.tolist(), parts.lengths.flatten().tolist(), strict=False)
+            for i in range(n)]
+    assert sorted(read) == [130 * row + i for row, n in enumerate(lengths.repeat_interleave(heads)) for i in range(n)]
+
+
 def test_masked_keys_contribute_exactly_nothing():
     """Not even their bits: whatever finite garbage lies in a masked slot, the result is the same."""
     torch.manual_seed(0)

@@ -279,7 +279,7 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_attention_of_many_sequences(rows):
-    """In several calls: 40 sequences of 8 heads are more than the kernel splits the keys of."""
+    """40 sequences of 8 heads are more than the kernel splits the keys of."""
     q = torch.randn(40, 8, rows, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(40, 8, 2100, 128, device="cuda", dtype=torch.bfloat16)[:, :, :2080] for _ in range(2))
     out, lse = attention.dense(q, k, v)
@@ -329,12 +329,14 @@ def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
     k, v = kv = drawn.clone()
     lengths = torch.full((batch,), 300, device="cuda", dtype=torch.int32)
 
-    def attend():
-        parts = attention.parts_up_to(lengths, 2048, attention.places(k), rows, fused=True)
+    def attend(bound=2048, merge=attention.merge_parts):
+        parts = attention.parts_up_to(lengths, bound, attention.places(k), rows, fused=True)
         assert len(parts.lengths) == (attention.PARTS if batch * heads <= 4 else 1)
         spread = q.expand(len(parts.lengths), *q.shape).contiguous()
-        return attention.merge_parts(*attention.up_to(spread, k, v, parts))
+        return merge(*attention.up_to(spread, k, v, parts))
 
+    strides = [attend(bound, lambda *state: [x.stride() for x in state]) for bound in (1024, 2048)]
+    assert strides[0] == strides[1]  # in one call and in several: nothing is compiled anew
     attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

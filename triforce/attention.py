@@ -42,7 +42,7 @@ SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same ti
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 EMPTY = -1e30  # the lse of a part without keys. The flash kernel says inf
-PARTS, FEW_BLOCKS = 16, 4  # of the keys of few KV heads of 64 rows each; 12 to 30 take the same time
+PARTS, FEW_BLOCKS = 16, 4  # of the keys of few KV heads of 64 rows each; 12 parts take the same time
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
 # dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
@@ -219,15 +219,17 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> State:
     # It does so for fewer than 1.6 blocks (a KV head and 64 rows) for each processor. Unsplit keys are read at 2.5
     # instead of 3.7 to 4.0 TB/s (on an H200): many sequences are given to it some at a time.
     blocks, processors = -(-rows // HALF), torch.cuda.get_device_properties(q.device).multi_processor_count
-    at_once, states = parts.bound < LONG or len(q) * blocks < 1.6 * processors, []
+    at_once, outs, lses = parts.bound < LONG or len(q) * blocks < 1.6 * processors, [], []
     step = len(q) if at_once else max(processors // blocks, 1)
     for a, some in zip(range(0, len(q), step), q.split(step), strict=True):
         begins = parts.queries[: len(some) + 1], parts.keys[a : a + len(some) + 1]
         out, lse = torch.ops.aten._flash_attention_forward(some, k, v, *begins, 1, parts.bound, 0.0, False, False,
                                                            seqused_k=parts.lengths.flatten()[a : a + step])[:2]
-        states.append((out, lse.reshape(-1, len(out)).t()))  # as it lies in memory
-    states = states[0] if len(states) == 1 else map(torch.cat, zip(*states, strict=True))
-    return tuple(x.unflatten(0, (count, batch, n_kv_head))[:, :, :, :rows] for x in states)
+        outs.append(out)
+        lses.append(lse.reshape(-1, len(out)))
+    # As it lies in memory, in one call or in several: compiled code, which reads them, knows their strides.
+    out, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses, 1))
+    return tuple(x.unflatten(0, (count, batch, n_kv_head))[:, :, :, :rows] for x in (out, lse.t()))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False,
@@ -297,7 +299,7 @@ def merge(a: State, b: State) -> State:
 
 
 def join(states: list[State], sinks: Tensor | None = None) -> Tensor:
-    """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. One
+    """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. Some
     may be of parts. sinks [H]: logits of heads that one more state has, whose output is 0."""
     state, *others = [merge_parts(*state) for state in states]
     for other in others:
