@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,25 +39,32 @@ def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
 
 @pytest.fixture
 def lengths_on_device(monkeypatch):
-    """As a GPU's kernel would, from lengths on the device alone. What each call was given: lengths, and their bound."""
-    given = []
+    """The flash kernel of a GPU that has few processors. For each step: lengths, their bound, and how many parts; and
+    for each call how many sequences."""
+    given, calls, parts_up_to = [], [], attention.parts_up_to
 
-    def up_to(q, k, v, parts):
-        lens, bound = parts.lengths, parts.bound * len(parts.lengths)
-        given.append((lens[:, :, 0].sum(0).tolist(), bound, len(lens)))
-        assert q.is_contiguous() and (q == q[:1]).all() and k.is_contiguous()
-        assert bound <= k.shape[2] and lens.max() <= parts.bound
-        assert lens.shape == q.shape[:3] and parts.queries.tolist() == list(range(lens.numel() + 1))
-        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:4])
-        for at, place in zip(itertools.product(*map(range, lens.shape)), parts.keys.tolist(), strict=False):
-            own = [x.reshape(1, 1, -1, x.shape[3])[:, :, place : place + int(lens[at])] for x in (k, v)]
-            out[at], lse[at] = (x[0, 0] for x in dense(q[at][None, None], *own))
-            lse[at] = lse[at] if lens[at] else float("inf")  # as that kernel says
+    def kernel(q, k, v, queries, keys, max_q, max_k, *_, seqused_k):
+        lens = seqused_k.tolist()
+        calls.append(len(q))
+        assert q.is_contiguous() and queries.tolist() == list(range(len(q) + 1)) and len(keys) == len(q) + 1
+        assert max_q == 1 and max(lens) <= max_k and q.shape[1] > k.shape[1] == 1
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+        for i, (place, n) in enumerate(zip(keys.tolist(), lens, strict=False)):
+            out[i], lse[:, i] = (x[0, 0] for x in dense(q[i][None, None], *(x[None, None, place : place + n, 0]
+                                                                            for x in (k, v))))
+            lse[:, i] = lse[:, i] if n else float("inf")  # as the kernel says
         return out, lse
 
+    def recorded(lengths, bound, *args, **kw):
+        parts = parts_up_to(lengths, bound, *args, **kw)
+        given.append((lengths.tolist(), bound, len(parts.lengths)))
+        return parts
+
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(attention, "up_to", up_to)
-    return given
+    monkeypatch.setattr(attention, "parts_up_to", recorded)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
+    return given, calls
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -64,11 +72,12 @@ def lengths_on_device(monkeypatch):
 @pytest.mark.parametrize("own,expected", [((100, 33, 1, 64), {160}), ((60, 60, 33, 40), {128}), ((40,), {32, 64})])
 def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, own, expected, fused,
                                                                    lengths_on_device, monkeypatch):
-    """In one call, and that of several rows with one bound from the first round to the last; in parts, if what merges
+    """Several rows with one bound from the first round to the last, some at a time; or all in parts, if what merges
     them is compiled."""
     if fused:
         monkeypatch.setattr(Compiler, "__call__", lambda self, function: partial(function))
-    for module, name, value in ((prefix_module, "STRIDE", 32), (attention, "PARTS", 4), (attention, "FEW_BLOCKS", 99)):
+    for module, name, value in ((prefix_module, "STRIDE", 32), (attention, "PARTS", 4), (attention, "FEW_BLOCKS", 99),
+                                (attention, "LONG", 48)):
         monkeypatch.setattr(module, name, value)
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
     state = make_state(*pair, prompts, base=base, max_new_tokens=60)
@@ -76,10 +85,22 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
     assert state.num_flushes >= 2 * len(own)
     for prompt, tokens in zip(prompts, texts, strict=True):
         assert_the_dense_twin_says(pair[0], prompt, tokens)
-    lens, bounds, counts = zip(*lengths_on_device, strict=True)
-    assert set(counts) == {4 if fused else 1}
+    lens, bounds, counts = zip(*lengths_on_device[0], strict=True)
+    assert set(counts) == {4 if fused else 1} and (max(lengths_on_device[1]) == 3) == (len(own) > 1 and not fused)
     assert {bound for bound in bounds if bound} == expected
     assert all(len(set(column)) >= 3 for column in zip(*lens, strict=True))  # each row's grow
+
+
+def test_what_the_kernel_says_lies_alike_in_one_call_and_in_several(lengths_on_device, monkeypatch):
+    """Compiled code, which reads it, knows the strides."""
+    q, k, v, states = torch.randn(1, 3, 2, 5, 8), torch.randn(3, 2, 96, 8), torch.randn(3, 2, 96, 8), []
+    for long in (97, 96):
+        monkeypatch.setattr(attention, "LONG", long)
+        lengths = torch.tensor([96, 0, 7], dtype=torch.int32)
+        parts = attention.parts_up_to(lengths, 96, attention.places(k), 5, fused=False)
+        states.append(attention.up_to(q, k, v, parts))
+    assert lengths_on_device[1] == [6, 3, 3]
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*states, strict=True))
 
 
 def test_snapkv_is_sink_window_and_best_tokens(pair):

@@ -42,7 +42,7 @@ SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same ti
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 EMPTY = -1e30  # the lse of a part without keys. The flash kernel says inf
-PARTS, FEW_BLOCKS = 16, 4  # of the keys of few KV heads of 64 rows each; 12 parts take the same time
+BLOCK, FEW_BLOCKS, PARTS = 64, 4, 16  # rows of a KV head that the flash kernel takes as one; of few, keys in parts
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
 # dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
@@ -163,8 +163,10 @@ def merge_parts(out: Tensor, lse: Tensor) -> State:
     lse = lse.nan_to_num(posinf=EMPTY)
     if len(out) == 1:
         return out[0], lse[0]
-    weights = lse.softmax(0)
-    return (weights[..., None] * out).sum(0), lse.amax(0) - weights.amax(0).log()
+    top = lse.amax(0)
+    weights = (lse - top).exp()
+    total = weights.sum(0)
+    return ((weights / total)[..., None] * out).sum(0), top + total.log()
 
 
 def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -195,7 +197,7 @@ def places(k: Tensor) -> Tensor:
 def parts_up_to(lengths: Tensor, bound: int, places: Tensor, rows: int, fused: bool) -> Parts:
     """Parts for so many rows of each KV head, of sequences that lie at `places` and have lengths [B], at most `bound`
     of them. fused: compiled code merges the parts. Otherwise that takes as long as one part takes more."""
-    count = PARTS if fused and places.numel() * -(-rows // HALF) <= FEW_BLOCKS else 1
+    count = PARTS if fused and places.numel() * -(-rows // BLOCK) <= FEW_BLOCKS else 1
     size, make = -(-bound // count), {"dtype": torch.int32, "device": places.device}
     first = torch.arange(0, (count + 1) * size, size, **make)[:, None, None]
     here = lengths[:, None].expand(places.shape) - first[:count]
@@ -216,9 +218,9 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> State:
     q = (q.expand(-1, -1, -1, 2, -1) if rows == 1 else q).flatten(0, 2)  # [N, R, D]
     tokens = sum((n - 1) * (x // k.stride(2)) for n, x in zip(k.shape[:3], k.stride(), strict=False)) + 1
     k, v = (x.as_strided((tokens, 1, dim), (x.stride(2), dim, 1)) for x in (k, v))
-    # It does so for fewer than 1.6 blocks (a KV head and 64 rows) for each processor. Unsplit keys are read at 2.5
+    # It does so for fewer than 1.6 blocks for each processor. Unsplit keys are read at 2.5
     # instead of 3.7 to 4.0 TB/s (on an H200): many sequences are given to it some at a time.
-    blocks, processors = -(-rows // HALF), torch.cuda.get_device_properties(q.device).multi_processor_count
+    blocks, processors = -(-rows // BLOCK), torch.cuda.get_device_properties(q.device).multi_processor_count
     at_once, outs, lses = parts.bound < LONG or len(q) * blocks < 1.6 * processors, [], []
     step = len(q) if at_once else max(processors // blocks, 1)
     for a, some in zip(range(0, len(q), step), q.split(step), strict=True):

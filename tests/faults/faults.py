@@ -59,7 +59,7 @@ FAULTS = [
           given(visible="visible.roll(1, 1)"), "attention cache -k 'contribute or ragged'"),
     Fault("empty-counts", "attention:dense", "no keys weigh as much as one", arg("full", 1, "0.5"), "attention"),
     Fault("parts-weight", "attention:merge_parts", "parts of the keys count alike, whatever is attended to",
-          name("softmax", "cumsum"), "prefix -k parts"),
+          name("exp", "sigmoid"), "prefix -k parts"),
     Fault("parts-rows", "attention:parts_up_to", "many rows of a few KV heads are read in parts, too",
           given(rows="1"), "attention -k few_heads"),
     Fault("parts-empty", "attention:parts_up_to", "a part behind a sequence's length reads one key",
