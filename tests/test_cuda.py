@@ -327,10 +327,10 @@ def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
     q = torch.randn(batch, heads, rows, dim, **make)
     drawn = torch.randn(2, batch, heads, 4096, dim, **make)
     k, v = kv = drawn.clone()
-    lengths = torch.full((batch,), 300, device="cuda", dtype=torch.int32)
+    lengths, places = torch.full((batch,), 300, device="cuda", dtype=torch.int32), attention.places(k)
 
     def attend():
-        parts = attention.parts_up_to(lengths, 2048, attention.places(k), rows, fused=True)
+        parts = attention.parts_up_to(lengths, 2048, places, rows, fused=True)
         assert len(parts.lengths) == (attention.PARTS if batch * heads <= 4 else 1)
         spread = q.expand(len(parts.lengths), *q.shape).contiguous()
         return attention.merge_parts(*attention.up_to(spread, k, v, parts))
