@@ -1,5 +1,7 @@
 """What `load` makes of what it was not told, what does not go together, and what an engine plans for a call."""
 
+from dataclasses import replace
+
 import pytest
 from conftest import make_engine, random_prompt, refused
 
@@ -81,6 +83,20 @@ def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
     assert engine_of(pair, retrieval=False).resolve_budget(10**6) == 0
     for rows in (2, 8):  # that read one view of what they share
         assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
+
+
+def test_the_default_budget_from_host_memory_is_larger_where_it_is_small_beside_the_weights(pair):
+    llama_2 = ModelConfig(32_000, 4096, 32, 32, 32, 128, 11_008)
+    qwen = ModelConfig(151_936, 1536, 28, 12, 2, 128, 8960, tie_word_embeddings=True, qkv_bias=True)
+    assert qwen.num_parameters == 1_543_714_304
+    settings = Settings().resolve("cuda", offload=True)
+    for shards in (1, 2):
+        shard = replace(qwen, num_shards=shards, n_head=12 // shards, n_kv_head=2 // shards, ffn_dim=8960 // shards)
+        found = [settings.view_tokens(length, shard.weights_in_tokens) for length in (40_000, 80_000, 122_880)]
+        assert found == [5120, 10_240, 13_568]  # an eighth of the prompt, or what takes an eighth of the weights' bytes
+    assert settings.view_tokens(122_880, llama_2.weights_in_tokens) == 7680
+    engine = engine_of(pair, offload=True)
+    assert engine.resolve_budget(10**6) == max(8192, engine.target.config.weights_in_tokens // 8)
 
 
 def test_budgets_that_are_given(pair):

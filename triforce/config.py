@@ -126,7 +126,7 @@ class Settings(Options):
         one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096; "
-        "with offload 1/16, up to 8192; twice as much where several prompts share 512 tokens or more",
+        "with offload 1/16, up to 8192, or 1/8 if that is 1/8 of the weights; twice where prompts share 512 tokens",
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
@@ -294,14 +294,13 @@ class Settings(Options):
             budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
             split_view(budget, self.chunk_size, interval, self.recent)
 
-    def view_tokens(self, prompt_len: int, offload: bool | str = False, room: int | None = None,
-                    sharing: int = 1) -> int:
+    def view_tokens(self, prompt_len: int, offloaded: int = 0, room: int | None = None, sharing: int = 1) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one.
 
         Args:
+            offloaded: of a cache in host memory, the tokens whose K and V are as large as the weights.
             room: tokens that a row can hold; a view that holds them all is large enough.
-            sharing: rows that read the same view of what they share. One that is chosen for several keeps fewer tokens
-                of each, and takes the memory of one.
+            sharing: rows that read one view of what they share. It keeps fewer tokens of each.
         """
         if not self.retrieval:
             return 0
@@ -310,10 +309,11 @@ class Settings(Options):
         if isinstance(self.budget, int):
             return min(self.budget, whole)
         if self.budget is None:
-            # Beside a verify that streams from the host, a dearer step that is right more often pays.
-            share, most = (16, 8192) if offload else (32, 4096)
-            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
-            budget *= 2 if sharing > 1 else 1
+            # Beside a verify that streams from the host, a dearer step that is right more often pays. It is hardly
+            # dearer where it reads eight times as much of weights as of its view.
+            share, most = (16, 8192) if offloaded else (32, 4096)
+            budget = max(min(-(-prompt_len // share), most), min(prompt_len, offloaded) // 8, 1024)
+            budget = -(-budget // 256) * 256 * min(sharing, 2)
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
@@ -383,8 +383,7 @@ class Placement(Options):
                                        lambda name, size: parse_size(size, name))
 
     def resolve(self) -> "Placement":
-        """With device, compile and resident_memory decided. Raises UserError where fields do not fit each other, or
-        the device is not there."""
+        """With device, compile and resident_memory decided. Raises UserError where fields clash or no device is."""
         device = find_device(self.device)
         if not self.offload and (self.num_resident_layers is not None or self.resident_memory is not None):
             raise UserError("num_resident_layers and resident_memory need offload; add offload=True (--offload)")

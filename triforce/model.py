@@ -131,6 +131,11 @@ class ModelConfig:
         return 2 * self.n_layer * self.n_kv_head * self.head_dim
 
     @property
+    def weights_in_tokens(self) -> int:
+        """Tokens whose K and V have as many elements as the weights."""
+        return self.num_parameters // self.kv_elements_per_token
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding and of the output layer: this rank's share of the vocabulary, rounded up."""
         return -(-self.vocab_size // self.num_shards)

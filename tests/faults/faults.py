@@ -381,5 +381,5 @@ FAULTS = [
     Fault("sampling-unchecked", "config:Sampling.rows", "any value is taken", skip("about", 0), "sampling -k range"),
     Fault("options-unknown", "config:split", "a misspelling is ignored", cond("known", False, 2), "engine -k mistakes"),
     Fault("budget-offload", "config:Settings.view_tokens", "an offloaded cache has a resident one's budget",
-          given(offload="False"), "loading -k default_budget"),
+          given(offloaded="0"), "loading -k default_budget"),
 ]

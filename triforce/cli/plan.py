@@ -75,7 +75,7 @@ def need(job: Job, machine: Machine) -> dict:
     free = None if machine.memory is None else machine.memory - memory.total(parts)
     needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
     capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)
-    budget = settings.view_tokens(job.prompt_len, place.offload, capacity, 1)
+    budget = settings.view_tokens(job.prompt_len, target.weights_in_tokens if place.offload else 0, capacity)
     sizes = Sizes(job.rows, capacity, budget, min(one.vocab_size for one in (target, job.draft or target)))
 
     resident = layers = len(target.full_layers)

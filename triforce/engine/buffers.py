@@ -147,8 +147,10 @@ class Buffers:
                      "a larger --chunk-size", rows, len(ids), f"{base:,}")
         return rows
 
-    def _budget(self, prompt_len: int, capacity: int, sharing: int = 1) -> int:
-        return self.settings.view_tokens(prompt_len, self.placement.offload, capacity, sharing)
+    def budget(self, prompt_len: int, capacity: int | None = None, sharing: int = 1) -> int:
+        """See `Settings.view_tokens`."""
+        offloaded = self.target.config.weights_in_tokens if self.placement.offload else 0
+        return self.settings.view_tokens(prompt_len, offloaded, capacity, sharing)
 
     # -- what is shared ------------------------------------------------------------------------------------------------
 
@@ -336,7 +338,7 @@ class Buffers:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        if not same or state.budget == self._budget(max(map(len, ids)), state.capacity):
+        if not same or state.budget == self.budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._num_held(ids) > 0)
@@ -368,8 +370,7 @@ class Buffers:
         return self.state
 
     def pack(self, store: PrefixStore) -> None:
-        """Copies what rows will share into the CPU's own layout. Plans of memory do not count the copy, so it is made
-        after them. Later plans see how much is free."""
+        """Copies what rows will share into the CPU's own layout, after plans of memory, which do not count the copy."""
         if store.packed is None and packs(self.device, self.target.dtype) and self._may_pack(1, store.lens[0]):
             with torch.inference_mode(False):
                 store.pack()
@@ -395,7 +396,7 @@ class Buffers:
         """longest: tokens of a prompt."""
         capacity = memory.row_capacity(needed, settings, self.placement.max_seq_len, batch, base,
                                        self.target.config.max_len)
-        budget = self._budget(longest, capacity, batch if base else 1)
+        budget = self.budget(longest, capacity, batch if base else 1)
         return Sizes(batch, capacity, budget, self.vocab_size, base)
 
     def _resident(self, batch: int, capacity: int, beside: MemoryPlan) -> int:

@@ -532,7 +532,7 @@ class Engine:
 
     def resolve_budget(self, prompt_len: int, sharing: int = 1) -> int:
         """See `Settings.view_tokens`."""
-        return self.settings.view_tokens(prompt_len, self.placement.offload, sharing=sharing)
+        return self.buffers.budget(prompt_len, sharing=sharing)
 
     def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -112,19 +112,18 @@ def _meta_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
 
 
 def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
-    """Hidden states of the whole prompt, and activations of a chunk."""
+    """Hidden states of the whole prompt, which ranks add up of what each knows of the words; activations of a chunk."""
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
     per_chunk_token += (4 * config.dim + 6 * config.num_experts) * (config.num_experts > 0)  # to an expert and back
-    embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(max(settings.prefill_chunk_size, settings.draft_window or 0), capacity)  # a draft's window is one chunk
     more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
     per_chunk_token += more * config.n_head * config.head_dim
-    float8 = []  # what a layer in fp8 holds besides, one at a time
+    float8 = 0  # what a layer in fp8 holds besides, one at a time
     if config.float8 is not None:
         layers = [(name, chunk) for name in LAYERS]
         layers += [("output", settings.tree.rows)] * ("output" not in config.float8.wide)
-        float8 = [work_bytes(linear_shape(config, name), rows, dtype.itemsize) for name, rows in layers]
-    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + max(float8, default=0)
+        float8 = max(work_bytes(linear_shape(config, name), rows, dtype.itemsize) for name, rows in layers)
+    return (capacity * min(config.num_shards, 2) * config.dim + chunk * per_chunk_token) * dtype.itemsize + float8
 
 
 def _experts_bytes(config: ModelConfig, rows: int, dtype: torch.dtype) -> int:
