@@ -118,3 +118,11 @@ def test_ids_that_the_draft_does_not_know_are_refused(pair):
     refused("token id 50 is outside the vocabulary of 40", engine.generate, [1, 50], 4)
     tokens = engine.generate(random_prompt(50, vocab_size=40), 60, temperature=3.0, top_p=1.0).tokens
     assert len(tokens) == 60 and max(tokens) < 40
+
+
+def test_a_document_is_computed_in_intervals_longer_than_the_smallest_default_view(pair):
+    engine, ids = make_engine(*pair, flush_interval=1040), random_prompt(1100)
+    book = engine.prefill(ids)
+    answer = engine.generate([5, 6, 7], 12, prefix=book, temperature=0.0)
+    alone = make_engine(*pair, flush_interval=1040).generate(ids + [5, 6, 7], 12, temperature=0.0)
+    assert book.num_shared == 1040 and answer.tokens == alone.tokens

@@ -314,7 +314,7 @@ class Buffers:
         """Room for a prefix of `length` tokens."""
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
-        sizes = Sizes(1, length + 1024, 1024, self.vocab_size, length)  # of questions, which are to fit beside it
+        sizes = Sizes(1, length + 1024, self.budget(1), self.vocab_size, length)  # of questions, which are to fit beside
         if self.placement.offload:
             sizes = replace(sizes, resident_layers=self._resident(1, length, self._plan(settings, sizes)))
         self._check(self._plan_document(sizes), sizes)
