@@ -209,5 +209,5 @@ def test_a_conversation_on_a_gpu_is_of_compiled_steps(monkeypatch, device, more,
     """Unless the user says otherwise: it has many answers, and one wait."""
     monkeypatch.setattr(run, "load", lambda checkpoint, **how: how)
     monkeypatch.setattr(run, "find_device", torch.device)
-    args = SimpleNamespace(checkpoint="tiny", batch_size=1, interactive=asks, device=device, **more)
-    assert run.load_engine(args, None).get("compile") == compiles
+    args = SimpleNamespace(checkpoint="tiny", batch_size=1, num_samples=None, interactive=asks, device=device, **more)
+    assert run.load_engine(args, None, request.Request()).get("compile") == compiles

@@ -55,7 +55,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     made = Engine()
-    monkeypatch.setattr(run, "load_engine", lambda args, group: made)
+    monkeypatch.setattr(run, "load_engine", lambda *given: made)
     return made
 
 
@@ -147,7 +147,7 @@ def test_too_few_tokens_to_compare(pair):
     assert "too few" in lines[0] and "speedup" not in report and report["greedy_first_difference"] is None
 
 
-def test_how_to_load(monkeypatch):
+def test_how_to_load(monkeypatch, tmp_path):
     asked = []
 
     def load(checkpoint, **options):
@@ -163,10 +163,16 @@ def test_how_to_load(monkeypatch):
              "draft_ranks": [0], "prefill_chunk_size": 77}
     argv = [word for name, value in flags.items()
             for word in ("--" + name.replace("_", "-"), str(value[0] if isinstance(value, list) else value))]
-    assert cli.main(["--prompt", TEXT, *argv, "--batch-size", "3", "--no-compile"]) == 2
+    assert cli.main(["--prompt", TEXT, *argv, "--num-samples", "4", "--batch-size", "3", "--no-compile"]) == 2
     assert asked[0] == {**flags, "max_batch_size": 3, "compile": False, "group": None}
     assert cli.main(["--prompt", TEXT, "--draft", "none", "--no-retrieval", "--offload", "--budget", "0.1"]) == 2
     assert asked[1]["draft"] is False and asked[1]["retrieval"] is False and asked[1]["offload"] is True
     assert asked[1]["budget"] == 0.1 and "gamma" not in asked[1]
     assert cli.main(["--prompt", TEXT]) == 2  # what is not said is left to `load`
-    assert asked[2] == {"checkpoint": "tiny", "group": None, "max_batch_size": 8, "device": None}
+    assert asked[2] == {"checkpoint": "tiny", "group": None, "max_batch_size": 1, "device": None}
+    # A single row has wider blocks than each of eight: no more than there are.
+    (tmp_path / "lines").write_text('"a"\n' * 9)
+    for more, rows in (("--prompts", 8), ("--question a --prompt", 1), ("--question a --num-samples 2 --prompt", 2),
+                       ("--batch-size 3 --prompts", 3), ("--prompt b --questions", 8), ("--interactive --prompt", 1)):
+        assert cli.main([*more.split(), str(tmp_path / "lines")]) == 2
+        assert asked[-1]["max_batch_size"] == rows

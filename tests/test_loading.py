@@ -70,6 +70,15 @@ def test_settings_are_resolved_by_device():
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
 
 
+def test_questions_have_wider_blocks_the_fewer_there_are(pair, monkeypatch):
+    """Whatever number may run side by side."""
+    for most in (1, 8):
+        buffers = make_engine(*pair, max_batch_size=most, block_size=None).buffers
+        monkeypatch.setattr(buffers, "device", "cuda")  # a CPU has the same for any number
+        found = [buffers.settings_for(rows, shared=True).block_size for rows in (1, 2, 4, 8, 32)]
+        assert found == sorted(found, reverse=True) and found[0] == 16 > found[-1]
+
+
 def engine_of(pair, **more) -> Engine:
     return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
 

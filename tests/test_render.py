@@ -194,7 +194,7 @@ def test_a_file_gets_what_there_is(capsys):
 @pytest.mark.parametrize("flags", [[], ["--show-levels"], ["--num-samples", "1"], ["--num-samples", "2"]])
 def test_no_answer_controls_a_terminal(flags, terminals, monkeypatch):
     engine = run.load("tiny", device="cpu")
-    monkeypatch.setattr(run, "load_engine", lambda args, group: engine)
+    monkeypatch.setattr(run, "load_engine", lambda *given: engine)
     *_, escape = engine.tokenizer.encode("\x1b", bos=False)
     assert engine.tokenizer.decode([escape], continues=True) == "\x1b"
     out, _ = terminals()

@@ -126,7 +126,7 @@ class Settings(Options):
         one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096; "
-        "with offload 1/16, up to 8192, or 1/8 if that is 1/8 of the weights; twice where prompts share 512 tokens",
+        "with offload 1/16, up to 8192, or 1/8, up to 1/8 of the weights. Twice as many where prompts share 512 tokens",
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
@@ -359,7 +359,7 @@ class Placement(Options):
     dtype: "str | torch.dtype | None" = option(None, "float32, float16, bfloat16; default: as stored, on a CPU float32")
     compile: bool | None = option(
         None, "compile steps before the first answer: up to a minute, later 15 seconds. Default: on a GPU recorded "
-        "graphs. --no-compile: neither", one_of(True, False), action=BooleanOptionalAction)
+        "graphs; --interactive compiles. --no-compile: neither", one_of(True, False), action=BooleanOptionalAction)
     max_seq_len: int | None = natural(None, 2, 4096, "most tokens of prompt and output (default: as needed)")
     max_batch_size: int = natural(1, 1, 8, "prompts that run side by side; more are served group by group", flag=None)
     offload: bool | str = option(

@@ -213,7 +213,7 @@ def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     own, args = parse_both(
         argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares logits with transformers, and "
         "greedy output with and without speculation; times both.", "triforce check --checkpoint FOLDER --lengths 512")
-    args.max_new_tokens, args.prompt_len, args.batch_size = own.new, None, 1
+    args.max_new_tokens, args.prompt_len = own.new, None
     if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
     Sampling(**request.given(args, Sampling)).rows(1)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,13 +130,13 @@ def machine_of(device: str | None, of_gpu: str | None = None, of_host: str | Non
 def job_of(args, rows: int | None = None) -> Job:
     """args: of `triforce`. rows: prompts side by side; None: as many as the other flags say."""
     settings = Settings(**request.given(args, Settings))
-    placement = Placement(**request.given(args, Placement), max_batch_size=args.batch_size)
+    if args.prompts is not None and rows is None:
+        rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
+    placement = Placement(**request.given(args, Placement), max_batch_size=rows or 1)
     placement = replace(placement, device="cpu").resolve()  # a plan's device need not be here
     target = read_config(resolve(args.checkpoint), weights=placement.weights)
     folder = find_draft(args.checkpoint, settings.draft)
     check_target(placement, target)
-    if args.prompts is not None and rows is None:
-        rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
     new = as_count("max_new_tokens", args.max_new_tokens, 256)
     job = Job(target, folder and read_config(folder), settings, placement, 0, new, rows or 1)
     text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
@@ -150,10 +151,11 @@ def job_of(args, rows: int | None = None) -> Job:
 
 def record(job: Job, machine: Machine) -> dict:
     """The plan, as JSON has it. Where a GPU is too small, the rest of the cache lies on the host."""
-    ways = [job]
+    ways, needs = [job], [need(job, machine)]
     if machine.device.type == "cuda" and not job.placement.offload:
-        ways.append(replace(job, placement=replace(job.placement, offload="auto")))
-    needs = [need(way, machine) for way in ways]
+        with suppress(UserError):  # of settings that fit no offloaded cache
+            needs.append(need(other := replace(job, placement=replace(job.placement, offload="auto")), machine))
+            ways.append(other)
     return {
         "name": "plan", **next((one for one in needs if one["fits"]), needs[-1]), **vars(machine),
         "device": str(machine.device), "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens,
@@ -195,7 +197,6 @@ def main(argv: list[str]) -> int:
     own, args = parse_both(
         argv, FLAGS, "plan", "Do a checkpoint and a prompt fit a machine's memory? Reads config.json alone.",
         "triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
-    args.batch_size = own.batch_size or args.batch_size
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")

@@ -37,7 +37,7 @@ def answer(args, group, request: Request) -> int:
     It answers a list of items. An item has what its line of a file holds, the prompt as ids (about a document: the
     question's text), and the number of tokens that --keep dropped.
     """
-    engine = load_engine(args, group)
+    engine = load_engine(args, group, request)
     options = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), "stop": args.stop,
                "stop_token_ids": args.stop_token_ids, "ignore_eos": args.ignore_eos, "logprobs": args.logprobs,
                "speculate": not args.no_speculation}
@@ -70,7 +70,7 @@ def answer(args, group, request: Request) -> int:
 def demonstrate(args, group, request: Request) -> int:
     """What the command does without flags: questions about one document, side by side with drafts, and in two slower
     ways. Exit status of the command."""
-    engine = load_engine(args, group)
+    engine = load_engine(args, group, request)
     loaded, questions = time.perf_counter() - args.begun, [as_text(one) for one in DEMO]
     document, _, _ = fitted(engine, args, request, request.document, DEMO[0])
     about_toy(engine, args)
@@ -102,12 +102,13 @@ def demonstrate(args, group, request: Request) -> int:
     return int(report["greedy_first_difference"] is not None)
 
 
-def load_engine(args, group):
+def load_engine(args, group, request: Request):
     say(f"loading {args.checkpoint} ...")
+    count = len(request.prompts or request.questions or [""]) * (args.num_samples or 1)
     chosen = given(args, Settings, Placement)
     if args.interactive and find_device(chosen.get("device")).type == "cuda":  # one wait pays over many answers
         chosen = {"compile": True, **chosen}
-    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **chosen)
+    return load(args.checkpoint, group=group, max_batch_size=min(args.batch_size, count), **chosen)
 
 
 def answer_one(engine, args, item: dict, options: dict, loaded: float) -> int:

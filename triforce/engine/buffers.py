@@ -71,7 +71,7 @@ class Buffers:
         if not shared:
             return self.settings
         given = replace(self.given, budget=self.settings.budget)
-        return self._resolve(given, max(rows, self.placement.max_batch_size), shared=True)
+        return self._resolve(given, rows, shared=True)
 
     def _resolve(self, settings: Settings, rows: int, shared: bool = False) -> Settings:
         has_model = self.models.draft is not None or self.models.draft_ranks is not None
@@ -314,7 +314,7 @@ class Buffers:
         """Room for a prefix of `length` tokens."""
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
-        sizes = Sizes(1, length + 1024, self.budget(1), self.vocab_size, length)  # of questions, which are to fit beside
+        sizes = Sizes(1, length + 1024, self.budget(1), self.vocab_size, length)  # questions are to fit, too
         if self.placement.offload:
             sizes = replace(sizes, resident_layers=self._resident(1, length, self._plan(settings, sizes)))
         self._check(self._plan_document(sizes), sizes)

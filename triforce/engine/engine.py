@@ -272,7 +272,7 @@ class Engine:
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
-            speculate: False: one token at a time, in the padded steps of speculation: the same greedy bits, slower.
+            speculate: False: one token at a time; if greedy in the padded steps of speculation: the same bits, slower.
             one_row: with speculate=False: unpadded steps, the fastest autoregression; same distribution, other bits.
             logprobs: fills `Generation.logprobs`: an entry a token, with this number (0 too) of the most probable
                 tokens. Each round then waits for the device a second time, and runs the output layer once more.

@@ -261,8 +261,7 @@ def peak(device: torch.device) -> int:
     """Bytes at the highest point: allocated on a GPU since the last reset, resident on a CPU since the start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def gib(size: int) -> str:

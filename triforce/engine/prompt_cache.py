@@ -138,8 +138,7 @@ class Prefix:
                 raise UserError("the prefix was made of text; ask by text or ids, and without chat_template_kwargs")
             if not isinstance(question, str):
                 return self.tokens + self.engine.encode_prompt(question)
-            more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
-            return self.tokens + more
+            return self.tokens + (self.engine.tokenizer_or_raise().encode(question, bos=False) if question else [])
         if isinstance(question, str):
             question = asked(self.messages, question)
         elif not is_messages(question) or not begins_with(question, self.messages):

@@ -56,7 +56,7 @@ def convert_gguf(path: str | Path, out_dir: str | Path, dtype: str | torch.dtype
     """Writes a folder of what a GGUF file holds: config.json, tokenizer, chat template, and wide weights.
 
     Args:
-        dtype: of the weights. None: bfloat16 where the file has such, else float16.
+        dtype: of the weights. None: bfloat16 where the file or Gemma 3 has such, else float16.
     """
     from .gguf import GGUF
 
