@@ -35,11 +35,15 @@ def tiny():
     (lambda engine: engine.prefill([{"role": "user"}], chat_template="x"), r"whose content \(None\) is neither a text"),
     (lambda engine: engine.generate([{"role": "user", "content": "x"}], chat_template="x", chat_template_kwargs=3),
      r"chat_template_kwargs \(3\) must be a dict"),
+    (lambda engine: engine.generate([{"role": "user", "content": "x"}], chat_template="x",
+                                    chat_template_kwargs={"messages": []}), "kwargs has 'messages', which are what is"),
+    (lambda engine: engine.generate("x", temperature=1e39), r"temperature \(1e\+39\) must be 0 .* at most 1e30"),
     (lambda engine: engine.prefill(["a" * 9000] * 2), r"this one is .'a{5,40}\.\.\.a+', '.*'.$"),
     (lambda engine: engine.chat().send(3), "a message is a text that is not empty, and this one is 3; say"),
     (lambda engine: engine.open("a\0b"), "is no name of a file"),
     (lambda engine: engine.logits(None), "logits takes .B, S. ids"),
     (lambda engine: engine.logits([[10**30]]), "outside the vocabulary of 4096"),
+    (lambda engine: triforce.load("tiny", device="cpu", cache_dir=""), "'' is no name of a file or folder"),
     (lambda engine: triforce.load("tiny", device="cpu", retrieval="no"), "retrieval .'no'. must be True or False"),
 ])
 def test_it_is_told_in_a_line(tiny, call, message):

@@ -178,3 +178,13 @@ def test_mistakes_and_the_command_line(pair, tmp_path, command, watched):
     assert len(files(tmp_path / "kept")) == 1
     read = watched(Buffers, "_compute", lambda *args: args)  # nothing of the document is computed
     assert json.loads(command(*ask).out)["text"] == first and read == []
+
+
+def test_files_that_are_gone_are_forgotten(pair, tmp_path):
+    engine = make_engine(*pair, **SETTINGS, cache_dir=tmp_path)
+    engine.generate([*TEXT, 5, 6], 4)
+    kept = engine.buffers.kept
+    assert kept.find(TEXT)[0] == 688 and len(kept._tokens) == 1
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert kept.find(TEXT) == (0, None) and not kept._tokens

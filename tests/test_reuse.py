@@ -338,6 +338,13 @@ def test_what_ends_an_answer_is_not_what_was_said(tiny_engine, width):
     assert said == f"Call me Ishmael.\n{answer.text}\n\nAnd then?\n"
 
 
+def test_a_special_token_that_ends_an_answer_is_not_said(tiny_engine):
+    chat, end = tiny_engine.chat(), tiny_engine.tokenizer.bos_id
+    law = {"temperature": 0.0, "stop_token_ids": [end], "logit_bias": {end: 1e9}}
+    answer = chat.send("Call me Ishmael.", max_new_tokens=9, **law)
+    assert (answer.tokens, answer.text) == ([end], "") and chat._ids(("And then?", None)).count(end) == 1
+
+
 def test_what_a_template_reads_besides_the_messages(tiny_engine, tmp_path):
     """The same for prompts, conversations, and questions about a document, which may bring their own."""
     template, short = TEMPLATE + "{% if terse %}!{% endif %}", {"chat_template_kwargs": {"terse": True}}

@@ -13,6 +13,7 @@ import pytest
 from conftest import make_engine, random_prompt
 
 import triforce
+from triforce import UserError, serve
 from triforce.serve import Answers, Documents, Job, Listening, Refused, Server
 
 DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
@@ -123,6 +124,8 @@ def post(served, path, body, key="a key"):
     ({"prompt": "a", "temperature": True}, 400, "temperature (True)"),
     ({"prompt": "a", "logit_bias": {"²": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "messages": []}, 400, "messages ([])"),
+    ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, 400, "seed (9223372036854775808)"),
+    (rb'{"prompt": "a", "\ud800": 1}', 400, "ud800 (1) is not supported"),
     ({"prompt": "a", "colour": "red"}, 400, "colour ('red') is not supported")])
 def test_what_is_refused(served, body, status, says):
     """In OpenAI's form, with the library's words; the server goes on."""
@@ -130,6 +133,12 @@ def test_what_is_refused(served, body, status, says):
     assert found == status and says in json.loads(text)["error"]["message"]
     fine = {"prompt": "a", "max_tokens": 2, "frequency_penalty": 0, "user": "x"}
     assert post(served, "/v1/completions", fine)[0] == 200
+
+
+def test_a_mistake_is_told_before_it_is_queued(served, monkeypatch):
+    """There it would end the answers beside it."""
+    monkeypatch.setattr(served[1], "submit", lambda jobs: pytest.fail("queued"))
+    assert post(served, "/v1/completions", {"prompt": "a", "n": 2, "seed": 2**63 - 1})[0] == 400
 
 
 def test_who_wants_no_pieces_gets_none(served):
@@ -147,6 +156,23 @@ def test_a_port_that_is_taken(served, command):
     for port in (served[2].rpartition(":")[2], "99999"):
         said = command("serve", "--port", port, status=2)
         assert "choose another --port" in said.err and len(said.err.splitlines()) == 1 and said.out == ""
+
+
+@pytest.mark.parametrize("flags, asked", [
+    (["--draft", "none", "--set", "max_batch_size=8"], {"draft": False, "max_batch_size": 8, "cache_dir": None}),
+    (["--set", "draft=none", "--cache-dir", "a"], {"draft": False, "max_batch_size": 4, "cache_dir": "a"}),
+    (["--draft", "b", "--set", "budget=512"], {"draft": "b", "max_batch_size": 4, "cache_dir": None, "budget": 512})])
+def test_how_a_server_loads(monkeypatch, command, flags, asked):
+    """--set has the last word; limits are at least 1."""
+    found = []
+
+    def load(checkpoint, **options):
+        found.append(options)
+        raise UserError("enough")
+
+    monkeypatch.setattr(serve, "load", load)
+    assert command("serve", "--port", "0", *flags, status=2).err == "error: enough\n" and found == [asked]
+    assert "--max-tokens" in command("serve", "--max-tokens", "0", status=2).err
 
 
 def test_keys_and_health(served):

@@ -309,8 +309,7 @@ class Settings(Options):
         if isinstance(self.budget, int):
             return min(self.budget, whole)
         if self.budget is None:
-            # Beside a verify that streams from the host, a dearer step that is right more often pays. It is hardly
-            # dearer where it reads eight times as much of weights as of its view.
+            # Beside a verify from the host, a dearer step that is right oftener pays, while it mostly reads weights.
             share, most = (16, 8192) if offloaded else (32, 4096)
             budget = max(min(-(-prompt_len // share), most), min(prompt_len, offloaded) // 8, 1024)
             budget = -(-budget // 256) * 256 * min(sharing, 2)
@@ -475,7 +474,7 @@ class Sampling:
 
     temperature: float = per_row(
         0.6, None, "float32", "0 is greedy. Default: the checkpoint's, or else 0.6 (alias --temp)",
-        lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number", float)
+        lambda x: 0 <= x <= 1e30, "0 (greedy) or a positive number, at most 1e30", float)
     top_p: float | None = per_row(
         0.9, 1.0, "float32", "keep the most probable tokens of this mass. Default: the checkpoint's, or else 0.9",
         lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)

@@ -155,8 +155,7 @@ def _functions(target: nn.Module) -> list[Callable[[Tensor], Tensor]]:
         of_all.append(PackedPrefix(k[0], v[0]).dense)
 
     def attend(x: Tensor) -> Tensor:
-        heads = layers[0].attention.project(x)[:, : config.n_head]
-        q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
+        q = attention.fold(layers[0].attention.project(x)[:, : config.n_head], config.n_kv_head)  # [B, K, G * M, D]
         kv = [one.expand(len(q), -1, -1, -1) for one in (k, v)]
         bias = torch.zeros(len(q), 1, q.shape[2], KEYS)
         # Of a tail, of what is ragged in a batch, and of a prefix.

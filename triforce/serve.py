@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from .cli.main import count
 from .cli.request import from_json
 from .config import Sampling, check_biases, names_of, parse_size, split
 from .engine.buffers import MOST_ROWS
@@ -275,7 +276,8 @@ class Server:
         body = from_json(b"".join(parts))
         if not isinstance(body, dict):
             raise Refused("the body is no JSON object")
-        body = {name: value for name, value in body.items() if value is not None and name not in SILENT}
+        # In ASCII, since an answer that names half of a surrogate pair could not be encoded.
+        body = {ascii(name)[1:-1]: one for name, one in body.items() if one is not None and name not in SILENT}
         for name, value in body.items():
             kinds = {"stream": bool, "stream_options": dict}.get(name, object)
             wrong = name in SAMPLING and isinstance(value, bool) or not isinstance(value, kinds)
@@ -302,16 +304,16 @@ class Server:
             sampling["logit_bias"] = {int(i) if i.isdecimal() and len(i) < 20 else i: one for i, one in bias.items()}
         # Checked here, and what was checked goes on: a mistake would end the answers beside it.
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
-        checked = split(sampling, Sampling, what="option")[0][0].rows(1)
+        if "seed" in sampling:  # each prompt's samples count from it
+            sampling["seed"] = [sampling["seed"]] * len(prompts)
+        options = split(sampling, Sampling, what="option")[0][0]
+        checked = options.rows(len(prompts), count, draw=lambda: uuid.uuid4().int % 2**32)
         check_biases(checked.logit_bias, self.engine.vocab_size)
-        drawn = {name: value for name, [value] in vars(checked).items()}
         loop, jobs, queue = asyncio.get_running_loop(), [], asyncio.Queue()
-        for ids in prompts:
+        for i, ids in enumerate(ids for ids in prompts for _ in range(count)):
             self.engine.check_len(len(ids), limit)
-            for i in range(count):
-                seed = drawn["seed"] + i if "seed" in sampling else uuid.uuid4().int % 2**32
-                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue, len(jobs)),
-                                body.get("stream", False)))
+            drawn = {name: column[i] for name, column in vars(checked).items()}
+            jobs.append(Job(ids, limit, stop, logprobs, drawn, sender(loop, queue, i), body.get("stream", False)))
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)
         if body.get("stream"):
@@ -459,10 +461,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--cache-memory", default="8GB", help="memory for held documents (default 8GB)")
     p.add_argument("--cache-dir", help="a folder for files of documents (see also --set cache_dir_size=64GB)")
     p.add_argument("--max-batch-size", type=int, default=4, help="answers side by side that share nothing (default 4)")
-    p.add_argument("--max-waiting", type=int, default=256, help="answers that may wait (default 256)")
-    p.add_argument("--max-tokens", type=int, default=4096, help="of an answer, at most (default 4096)")
-    p.add_argument("--max-choices", type=int, default=16, help="answers of a request, at most (default 16)")
-    p.add_argument("--max-body", type=int, default=2**26, help="bytes of a request (default 64 MiB)")
+    p.add_argument("--max-waiting", type=count, default=256, help="answers that may wait (default 256)")
+    p.add_argument("--max-tokens", type=count, default=4096, help="of an answer, at most (default 4096)")
+    p.add_argument("--max-choices", type=count, default=16, help="answers of a request, at most (default 16)")
+    p.add_argument("--max-body", type=count, default=2**26, help="bytes of a request (default 64 MiB)")
     args = p.parse_args(argv)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # before the checkpoint is read
@@ -473,11 +475,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in options.items():
         with contextlib.suppress(ValueError):
             options[name] = json.loads(value)
-    draft = {} if args.draft is None else {"draft": False if args.draft == "none" else args.draft}
-    engine = load(args.checkpoint, max_batch_size=args.max_batch_size, cache_dir=args.cache_dir, **draft, **options)
+    options = {"draft": args.draft, "max_batch_size": args.max_batch_size, "cache_dir": args.cache_dir} | options
+    options["draft"] = options["draft"] != "none" and options["draft"]
+    engine = load(args.checkpoint, **options)
     engine.tokenizer_or_raise()
-    documents = Documents(engine, parse_size(args.cache_memory, "--cache-memory"))
-    answers = Answers(engine, args.max_waiting, documents)
+    answers = Answers(engine, args.max_waiting, Documents(engine, parse_size(args.cache_memory, "--cache-memory")))
     server = Server(answers, args.served_model_name or args.checkpoint, args.api_key, args.max_tokens,
                     args.max_choices, args.max_body)
     print(f"http://{args.host}:{args.port}/v1 serves {server.name}; Ctrl-C ends it", flush=True)

@@ -64,8 +64,7 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     ranks = [torch.where(p < num_sink, p, num_sink + p - oldest).clamp(min=0) for p in (held, positions)]
     (key_cos, key_sin), (cos, sin) = ([table[:, rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
-    recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
-    seen = (held <= positions) & recent
+    seen = (held <= positions) & ((held > positions - window_size) & (held >= num_sink) | (slot < num_sink))
     near = [seen & (ranks[0][:, None] > ranks[1][..., None] - sliding_window)] if sliding_window else []
     biases = [attention.fold_mask(x, group, dtype) for x in (seen, *near)]
     return key_cos[:, :, None], key_sin[:, :, None], cos[:, :, None], sin[:, :, None], slots, biases

@@ -323,8 +323,7 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
              for _ in range(1 + TURNS)][1:]
     times = {way: [turn[way] for turn in turns] for way in ways}
     lines, report = speeds(times, stats) if all(map(all, times.values())) else (["too few tokens; ask for 64"], {})
-    both = {"drawn": sampling} if engine.settings.coupled else {}
-    same, told = same_tokens(engine, ids, count, both)
+    same, told = same_tokens(engine, ids, count, {"drawn": sampling} if engine.settings.coupled else {})
     return lines + same, report | told
 
 

@@ -396,8 +396,7 @@ class Buffers:
         """longest: tokens of a prompt."""
         capacity = memory.row_capacity(needed, settings, self.placement.max_seq_len, batch, base,
                                        self.target.config.max_len)
-        budget = self.budget(longest, capacity, batch if base else 1)
-        return Sizes(batch, capacity, budget, self.vocab_size, base)
+        return Sizes(batch, capacity, self.budget(longest, capacity, batch if base else 1), self.vocab_size, base)
 
     def _resident(self, batch: int, capacity: int, beside: MemoryPlan) -> int:
         """How many layers of an offloaded prefix stay on the device."""

@@ -139,9 +139,11 @@ class Chat:
     def _told(self, answer: Generation) -> list[int]:
         """Ids of an answer: its tokens, or those of its text where the tokens hold what ended it."""
         tokens = [token for token in answer.tokens if token not in self.engine.eos_ids]
-        tokenizer = self.engine.tokenizer
+        tokenizer, ended = self.engine.tokenizer, answer.finish_reason == "stop"
+        if ended and tokenizer.decode(tokens[:-1], continues=True) == answer.text:
+            return tokens[:-1]  # by a special token, which has no text
         # Where nothing ended it, the last character may be incomplete, and the next turn follows its tokens.
-        if answer.finish_reason != "stop" or tokenizer.decode(tokens, continues=True) == answer.text:
+        if not ended or tokenizer.decode(tokens, continues=True) == answer.text:
             return tokens
         return tokenizer.encode(answer.text, bos=False)
 

@@ -165,8 +165,7 @@ def _choice_bytes(target: ModelConfig, settings: Settings, batch: int, own: int,
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
     """Keys and values of the paths of a tree's rows, as they are and in float32, and products with them, of a layer."""
     tree = settings.tree
-    heads = config.n_head + 3 * config.n_kv_head
-    return batch * tree.size * tree.spine * heads * config.head_dim * 4
+    return batch * tree.size * tree.spine * (config.n_head + 3 * config.n_kv_head) * config.head_dim * 4
 
 
 def layer_bytes(config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
@@ -217,8 +216,7 @@ def resident_layers(place: Placement, num_layers: int, layer: int, beside: Colle
 def available(device: torch.device) -> int | None:
     """Bytes that a device can still give; None where the system does not say."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return max(unreserved(device) + unused, 0)
+        return max(unreserved(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), 0)
     return free_memory.of_host()
 
 

@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..parallel import read_first, together
 from .prompt_cache import SHARED_FROM, Prefix, common_length, layout_of, opened
 from .prompt_cache_file import VERSION, Altered, PrefixReader, remove_leftovers
+from .prompt_cache_path import as_path
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,7 +29,7 @@ class PromptCacheFolder:
     """
 
     def __init__(self, engine: "Engine", path: str | Path, most_bytes: int | str):
-        self.engine, self.path = engine, Path(path).expanduser()
+        self.engine, self.path = engine, as_path(path)
         self.most_bytes = parse_size(most_bytes, "cache_dir_size")
         self._tokens: dict[tuple[Path, int], list[int]] = {}  # by file: those with keys and values
         try:
@@ -60,8 +61,9 @@ class PromptCacheFolder:
     def _find(self, tokens: list[int], model: str) -> tuple[int, Path | None]:
         """At least half of the text, and half of the file, must be the same."""
         found, unit = (0, None), self.engine.settings.flush_interval
-        for path, about in self._files(model):
-            key = path, about.st_ino
+        files = {(path, about.st_ino): path for path, about in self._files(model)}
+        self._tokens = {key: held for key, held in self._tokens.items() if key in files}
+        for key, path in files.items():
             if key not in self._tokens:
                 self._tokens[key] = []
                 with contextlib.suppress(UserError), removing(path), opened(path, self.engine) as reader:
@@ -85,8 +87,7 @@ class PromptCacheFolder:
     def _make_room(self, nbytes: int) -> None:
         remove_leftovers(self.path, "*.safetensors")
         files = self._files()
-        held = sum(about.st_size for _, about in files)
-        limit = min(self.most_bytes, held + shutil.disk_usage(self.path).free)
+        limit = min(self.most_bytes, sum(about.st_size for _, about in files) + shutil.disk_usage(self.path).free)
         if nbytes > limit:
             raise UserError(f"it takes {nbytes / 1e9:.3f} GB, and cache_dir_size or the disk allow {limit / 1e9:.3f}")
         for path, about in files:

@@ -11,9 +11,9 @@ MAGIC = b'{"__metadata__":{"format":"triforce.engine.prompt_cache"'  # behind th
 
 
 def as_path(path) -> Path:
-    """Raises UserError for what is no file's name."""
+    """Raises UserError for what is no name of a file or folder."""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or not str(path):
-        raise UserError(f"{path!r} is no name of a file; give one such as 'document.prefix'")
+        raise UserError(f"{path!r} is no name of a file or folder; give one such as 'kept'")
     return Path(path).expanduser()
 
 

@@ -36,6 +36,8 @@ def render(template: str, messages: list[dict], variables: dict) -> str:
     def raise_exception(message: str):
         raise TemplateError(message)
 
+    if "messages" in variables:
+        raise UserError("chat_template_kwargs has 'messages', which are what is asked; drop them there")
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     # {% generation %} marks what a training loss counts; for us, its content.
     template = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})", lambda found: found[1] + (

@@ -42,7 +42,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     if dtype is not None and config.get("quantization_config"):
         raise UserError(f"{source} is quantized, and no dtype can be given to such weights; leave out --dtype")
     files = find_weights(source)
-    with replacing(folder) as work:
+    with replacing(folder, source) as work:
         write_weights(map(open_tensors, files), work, dtype)
         if folder.resolve() != source.resolve():
             copy_texts(source, work)
@@ -73,10 +73,11 @@ def convert_gguf(path: str | Path, out_dir: str | Path, dtype: str | torch.dtype
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write to. What is written there moves to `folder` at the end, the weights' names last."""
-    if any(folder.glob("model*.safetensors*")):
-        raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
+def replacing(folder: Path, source: Path = Path("")) -> Iterator[Path]:
+    """A folder whose files move to `folder` at the end, weights last. It may hold the config.json of `source` alone."""
+    is_other = (folder / "config.json").exists() and folder.resolve() != source.resolve()
+    if is_other or any(folder.glob("model*.safetensors*")):
+        raise UserError(f"{folder} holds a checkpoint already; choose another --out-dir")
     # On the same disk, so that moving a file out of it is one atomic step.
     work = folder / ".converting"
     try:
