@@ -89,8 +89,9 @@ def test_empty_states():
 
 @pytest.mark.parametrize("batch,heads,rows,fused,count", [(1, 4, 64, True, 16), (1, 4, 65, True, 1), (1, 5, 1, True, 1),
                                                           (2, 1, 128, True, 16), (1, 4, 64, False, 1)])
-def test_keys_of_few_heads_are_read_in_parts(batch, heads, rows, fused, count):
+def test_keys_of_few_heads_are_read_in_parts(batch, heads, rows, fused, count, monkeypatch):
     """Where that is compiled; each key up to a length once."""
+    monkeypatch.setattr(attention, "UNIT", 3)
     k = torch.empty(batch, heads, 130, 8)[:, :, :120]
     lengths = torch.tensor([7, 100][-batch:], dtype=torch.int32)
     parts = attention.parts_up_to(lengths, 110, attention.places(k), rows, fused)
@@ -98,6 +99,23 @@ def test_keys_of_few_heads_are_read_in_parts(batch, heads, rows, fused, count):
     read = [place + i for place, n in zip(parts.keys.tolist(), parts.lengths.flatten().tolist(), strict=False)
             for i in range(n)]
     assert sorted(read) == [130 * row + i for row, n in enumerate(lengths.repeat_interleave(heads)) for i in range(n)]
+
+
+@pytest.mark.parametrize("dim,block", [(64, 256), (96, 128), (128, 128), (256, 64)])
+def test_no_number_of_keys_is_split_block_by_block(dim, block):
+    """PyTorch's flash kernel makes the fewest splits that keep a GPU of 132 processors 85% as busy as the best number
+    does. 528 partial sums of a KV head took 0.8 ms of a verify's 3.9 (65,536 tokens)."""
+    def splits(sequences: int, blocks: int) -> int:
+        able = [n for n in range(1, min(128, blocks) + 1) if n == 1 or -(-blocks // n) != -(-blocks // (n - 1))]
+        busy = {n: sequences * n / 264 / -(-sequences * n // 264) for n in able}
+        return next(n for n in able if busy[n] >= 0.85 * max(busy.values()))
+
+    assert splits(32, 33) == 33
+    for heads in (1, 2, 3, 4):
+        for bound in range(4096, 262_145, 1024):
+            place = torch.zeros(1, heads, dtype=torch.int32)
+            parts = attention.parts_up_to(torch.tensor([bound], dtype=torch.int32), bound, place, 10, fused=True)
+            assert parts.keys.max() <= bound and splits(16 * heads, -(-parts.bound // block)) <= 16
 
 
 def test_masked_keys_contribute_exactly_nothing():

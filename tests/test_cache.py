@@ -77,7 +77,7 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
     if fused:
         monkeypatch.setattr(Compiler, "__call__", lambda self, function: partial(function))
     for module, name, value in ((prefix_module, "STRIDE", 32), (attention, "PARTS", 4), (attention, "FEW_BLOCKS", 99),
-                                (attention, "LONG", 48)):
+                                (attention, "LONG", 48), (attention, "UNIT", 1)):
         monkeypatch.setattr(module, name, value)
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
     state = make_state(*pair, prompts, base=base, max_new_tokens=60)

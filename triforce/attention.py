@@ -42,7 +42,8 @@ SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same ti
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 EMPTY = -1e30  # the lse of a part without keys. The flash kernel says inf
-BLOCK, FEW_BLOCKS, PARTS = 64, 4, 16  # rows of a KV head that the flash kernel takes as one; of few, keys in parts
+# Rows of a KV head that the flash kernel takes as one; of few, keys in parts; of whole units: see `Parts`.
+BLOCK, FEW_BLOCKS, PARTS, UNIT = 64, 4, 16, 512
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
 # dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
@@ -177,9 +178,9 @@ def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 class Parts(NamedTuple):
     """The first keys of each sequence as `up_to` takes them: P parts, each part of a KV head as a sequence of its own.
 
-    One part is enough for many KV heads. Of few, the flash kernel splits the keys a hundredfold to occupy a GPU, and
-    joins what it has split by a few of its processors: of 122,880 keys of two KV heads in 25 us, where reading them
-    takes 39 (on an H200). Of PARTS parts it splits each a few times, and joins them in 6.
+    Of few KV heads the flash kernel splits the keys a hundredfold, and joins that by a few processors: of 122,880 keys
+    of two heads in 25 us, where reading takes 39 (on an H200). Of PARTS parts it splits each a few times: 6 us. But of
+    32 blocks of 128 keys and one more it splits off each block: so they have whole UNITs of keys.
     """
 
     queries: Tensor  # [P * B * K + 1], int32, where each begins, in tokens
@@ -197,9 +198,9 @@ def places(k: Tensor) -> Tensor:
 def parts_up_to(lengths: Tensor, bound: int, places: Tensor, rows: int, fused: bool) -> Parts:
     """Parts for so many rows of each KV head, of sequences that lie at `places` and have lengths [B], at most `bound`
     of them. fused: compiled code merges the parts. Otherwise that takes as long as one part takes more."""
-    count = PARTS if fused and places.numel() * -(-rows // BLOCK) <= FEW_BLOCKS else 1
-    size, make = -(-bound // count), {"dtype": torch.int32, "device": places.device}
-    first = torch.arange(0, (count + 1) * size, size, **make)[:, None, None]
+    count, unit = (PARTS, UNIT) if fused and places.numel() * -(-rows // BLOCK) <= FEW_BLOCKS else (1, 1)
+    size, make = -(-bound // (count * unit)) * unit, {"dtype": torch.int32, "device": places.device}
+    first = torch.arange(0, (count + 1) * size, size, **make).clamp(max=bound)[:, None, None]
     here = lengths[:, None].expand(places.shape) - first[:count]
     return Parts(torch.arange(here.numel() + 1, **make), (first + places).flatten(), here.clamp(0, size), size)
 
@@ -218,8 +219,8 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> State:
     q = (q.expand(-1, -1, -1, 2, -1) if rows == 1 else q).flatten(0, 2)  # [N, R, D]
     tokens = sum((n - 1) * (x // k.stride(2)) for n, x in zip(k.shape[:3], k.stride(), strict=False)) + 1
     k, v = (x.as_strided((tokens, 1, dim), (x.stride(2), dim, 1)) for x in (k, v))
-    # It does so for fewer than 1.6 blocks for each processor. Unsplit keys are read at 2.5
-    # instead of 3.7 to 4.0 TB/s (on an H200): many sequences are given to it some at a time.
+    # It does so for fewer than 1.6 blocks for each processor. Unsplit keys are read at 2.5 instead of 3.7 to 4.0 TB/s:
+    # many sequences are given to it some at a time.
     blocks, processors = -(-rows // BLOCK), torch.cuda.get_device_properties(q.device).multi_processor_count
     at_once, outs, lses = parts.bound < LONG or len(q) * blocks < 1.6 * processors, [], []
     step = len(q) if at_once else max(processors // blocks, 1)

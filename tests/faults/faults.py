@@ -63,7 +63,9 @@ FAULTS = [
     Fault("parts-rows", "attention:parts_up_to", "many rows of a few KV heads are read in parts, too",
           given(rows="1"), "attention -k few_heads"),
     Fault("parts-empty", "attention:parts_up_to", "a part behind a sequence's length reads one key",
-          arg("clamp", 0, "1"), "cache -k on_the_device"),
+          arg("clamp", 0, "1", 2), "cache -k on_the_device"),
+    Fault("parts-units", "attention:parts_up_to", "some numbers of keys are split block by block",
+          name("UNIT", "BLOCK"), "attention -k block_by"),
     Fault("shared-order", "attention:of_batch", "rows get each other's attention over what they share",
           given(q="q.roll(1, 0)"), "prefix -k 'parts or greedy_bits'"),
 

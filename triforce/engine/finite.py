@@ -1,7 +1,6 @@
 """Why a model's numbers are not finite: a weight that is no number, or a dtype that does not reach far enough.
 
-Every round tells whether the logits that its first token is drawn from are finite. If they are not, the weights are
-looked at.
+Every round tells whether the logits of its first token are finite. If they are not, the weights are looked at.
 """
 
 import torch
