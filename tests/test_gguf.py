@@ -244,6 +244,17 @@ def test_tensors_that_do_not_fit(tmp_path):
         load(out, draft=False, device="cpu")
 
 
+def test_another_checkpoints_folder_is_left_alone(tmp_path, monkeypatch):
+    """The working directory, too."""
+    write(tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, ".", ""):
+        with pytest.raises(UserError, match="holds a checkpoint already"):
+            convert_gguf(tmp_path / "m.gguf", folder, "float32")
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(UserError, match="install it: pip install gguf"):

@@ -104,6 +104,14 @@ def test_where_nothing_fits_both_numbers_stand(tmp_path, command):
     planned(command, *flags, "--prompt-len", str(longest + 1024), fits=False)
 
 
+def test_settings_that_fit_no_offloaded_cache_are_planned_on_the_gpu(tmp_path, command):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    flags = ["--checkpoint", str(tmp_path), "--draft", "none", "--draft-cache", "snapkv", "--prompt-len", "100000"]
+    for size, fits in (("80GiB", True), ("24GiB", False)):
+        assert planned(command, *flags, "--memory", size, fits=fits)["offload"] is False
+    assert "use 'retrieval' or 'streaming' with offload" in command("plan", *flags, "--offload", status=2).err
+
+
 def test_what_is_kept_of_a_longer_prompt_is_planned(command):
     flags = ["--device", "cpu", "--max-seq-len", "2048", "--prompt-len", "5000"]
     assert planned(command, *flags, "--keep", "end")["prompt_len"] == 1792

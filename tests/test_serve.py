@@ -66,7 +66,10 @@ def test_what_a_request_may_ask_for(served, client):
     """Several prompts, samples by seed, an end of its own, a bias, log-probabilities."""
     engine, how = served[0], {"model": "tiny", "max_tokens": 10}
     # A list of one value is that value, and no mistake of its neighbours in the batch.
-    assert post(served, "/v1/completions", {"prompt": "a", "max_tokens": 2, "temperature": [0.5]})[0] == 200
+    for prompt in ("a", ["a", "b"]):
+        asked = {"prompt": prompt, "n": 2, "max_tokens": 2}
+        assert post(served, "/v1/completions", {**asked, "temperature": [0.5]})[0] == 200
+        assert post(served, "/v1/completions", {**asked, "temperature": [0.5, 0.6]})[0] == 400
     found = client.completions.create(prompt=["The sea", "One, two"], n=2, seed=5, temperature=0.8, top_p=0.9, **how)
     texts = [engine.generate(prompt, 10, seed=seed, temperature=0.8, top_p=0.9).text
              for prompt in ("The sea", "One, two") for seed in (5, 6)]

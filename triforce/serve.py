@@ -304,16 +304,15 @@ class Server:
             sampling["logit_bias"] = {int(i) if i.isdecimal() and len(i) < 20 else i: one for i, one in bias.items()}
         # Checked here, and what was checked goes on: a mistake would end the answers beside it.
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
-        if "seed" in sampling:  # each prompt's samples count from it
-            sampling["seed"] = [sampling["seed"]] * len(prompts)
-        options = split(sampling, Sampling, what="option")[0][0]
-        checked = options.rows(len(prompts), count, draw=lambda: uuid.uuid4().int % 2**32)
+        checked = split(sampling, Sampling, what="option")[0][0].rows(1)
         check_biases(checked.logit_bias, self.engine.vocab_size)
+        drawn = {name: value for name, [value] in vars(checked).items()}
         loop, jobs, queue = asyncio.get_running_loop(), [], asyncio.Queue()
-        for i, ids in enumerate(ids for ids in prompts for _ in range(count)):
+        for ids in prompts:
             self.engine.check_len(len(ids), limit)
-            drawn = {name: column[i] for name, column in vars(checked).items()}
-            jobs.append(Job(ids, limit, stop, logprobs, drawn, sender(loop, queue, i), body.get("stream", False)))
+            for seed in Sampling(seed=sampling.get("seed")).rows(1, count, lambda: uuid.uuid4().int % 2**32).seed:
+                jobs.append(Job(ids, limit, stop, logprobs, drawn | {"seed": seed}, sender(loop, queue, len(jobs)),
+                                body.get("stream", False)))
         self.answers.submit(jobs)
         shape = Shape(self.engine, self.name, is_chat, body)
         if body.get("stream"):

@@ -65,7 +65,8 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
         with torch.inference_mode():
             for start in range(first - LAST, len(tokens), LAST):
                 ids = torch.tensor([tokens[max(start, 0) : start + LAST]], device=device)
-                cache = (out := model(ids, past_key_values=cache, use_cache=True)).past_key_values
+                out = model(ids, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
             return out.logits[0].float().cpu()
     except Exception as error:  # whatever it is, the checks that need no transformers go on
         told = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -148,7 +148,6 @@ class Buffers:
         return rows
 
     def budget(self, prompt_len: int, capacity: int | None = None, sharing: int = 1) -> int:
-        """See `Settings.view_tokens`."""
         offloaded = self.target.config.weights_in_tokens if self.placement.offload else 0
         return self.settings.view_tokens(prompt_len, offloaded, capacity, sharing)
 

@@ -41,10 +41,10 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
         raise UserError(f"{source} is quantized, and no dtype can be given to such weights; leave out --dtype")
-    files = find_weights(source)
-    with replacing(folder, source) as work:
+    files, in_place = find_weights(source), folder.resolve() == source.resolve()
+    with replacing(folder, in_place) as work:
         write_weights(map(open_tensors, files), work, dtype)
-        if folder.resolve() != source.resolve():
+        if not in_place:
             copy_texts(source, work)
         if dtype is not None:
             spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
@@ -73,10 +73,9 @@ def convert_gguf(path: str | Path, out_dir: str | Path, dtype: str | torch.dtype
 
 
 @contextlib.contextmanager
-def replacing(folder: Path, source: Path = Path("")) -> Iterator[Path]:
-    """A folder whose files move to `folder` at the end, weights last. It may hold the config.json of `source` alone."""
-    is_other = (folder / "config.json").exists() and folder.resolve() != source.resolve()
-    if is_other or any(folder.glob("model*.safetensors*")):
+def replacing(folder: Path, in_place: bool = False) -> Iterator[Path]:
+    """A folder whose files move to `folder` at the end, weights last. in_place: that is where the config.json lies."""
+    if any(folder.glob("model*.safetensors*")) or not in_place and (folder / "config.json").exists():
         raise UserError(f"{folder} holds a checkpoint already; choose another --out-dir")
     # On the same disk, so that moving a file out of it is one atomic step.
     work = folder / ".converting"
