@@ -111,6 +111,17 @@ def test_what_hardly_gains_is_left_alone():
         assert settle(controller, {"retrieval": rate})[DraftPlan(padded=False)] >= 190
 
 
+def test_what_costs_next_to_nothing_is_tried_at_once_in_long_rounds():
+    """Where a verify takes long, no short round would ever be chosen, and what none has shown would stay unseen."""
+    for guessed, expected in ((0.001, "ngram"), (2.0, None)):
+        costs = Costs({64: 67.0}, {5: 2.4}, {"model": (1.5, 1.2), "ngram": (guessed, 0.0)})
+        costs.seen[costs.number["ngram", "first"]] = 0
+        controller = Controller(costs, 63, 4)
+        controller.rates["retrieval"].update(500, 505)
+        plan = controller.choose(ngram=[1.0, 1.7, 2.2, 2.6, 2.9])
+        assert plan.source == expected and plan.gamma > Controller.SHORT, plan
+
+
 def test_rounds_set_the_times_right():
     """Drafting that takes longer in its place than on its own is left alone, and taken up when it is fast again."""
     controller = Controller(gpu_128k(), 7, 3)

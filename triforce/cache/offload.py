@@ -30,7 +30,7 @@ from ..runtime.streams import like_this_thread
 # Copies of 8 MB and more run at the full speed of the bus. Picking a view's tokens takes the same time from any piece.
 PIECE_BYTES = 64 * 2**20
 # The bus runs ahead by this number of pieces, at most a layer, while the device does the rest of a layer's work.
-STAGING_BUFFERS = 3, 8  # at least, and at most
+FEWEST_BUFFERS, MOST_BUFFERS = 3, 8
 # A step of at most this number of pieces a layer is recorded: the host may enqueue more slowly than the bus copies.
 FEW_PIECES = 2
 THREADS = 4  # that pin host memory: torchrun gives each process one
@@ -65,9 +65,8 @@ class Offload:
         self._pins: dict[int, Future] | None = None  # not begun: the batch around it may yet fail
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
-        fewest, most = STAGING_BUFFERS
         streams = torch.device(runs_on or device).type == "cuda"  # on a CPU a piece is a part of `host`
-        buffers = min(max(-(-capacity // self.piece) + 1, fewest), most) if streams else 0
+        buffers = min(max(-(-capacity // self.piece) + 1, FEWEST_BUFFERS), MOST_BUFFERS) if streams else 0
         self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device) for _ in range(buffers)]
         if self.on_cuda:
             self._open_stream()
@@ -135,11 +134,13 @@ class Offload:
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of a row, on the device: [2, K, stop - start, D]."""
-        return self.layer(i)[:, row, start:stop].to(self.device).transpose(1, 2)
+        # K and V apart: each is a run, which the driver copies. A busy CPU takes up to 30 ms a layer to gather both.
+        return torch.stack([host[row, start:stop].to(self.device) for host in self.layer(i)]).transpose(1, 2)
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         """Writes [2, K, n, D] from the device at `start`, and waits for it: once a flush, a few megabytes."""
-        self.layer(i)[:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
+        for host, new in zip(self.layer(i), kv.transpose(1, 2), strict=True):
+            host[row, start : start + len(new)].copy_(new)
 
     def open_work(self, i: int, row: int, start: int) -> None:
         """Copies a row's tokens before `start` to the device. A prefill's later tokens then go through layer i."""

@@ -61,8 +61,7 @@ class DecodeBatch:
         batch, budget, target, resident = sizes.batch, sizes.budget, models.target, sizes.resident_layers
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
-        interval = settings.flush_interval
-        block = max(settings.tree.rows, settings.inner_tree.rows)
+        interval, block = settings.flush_interval, max(settings.tree.rows, settings.inner_tree.rows)
         self.capacity = -(-sizes.capacity // interval) * interval
         self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
         self._pack = pack and batch == 1 and resident is None and shared is None and packs(device, dtype)
@@ -104,8 +103,7 @@ class DecodeBatch:
         self.is_whole = True  # nothing was broken off in the middle: `truncate` finds all that `lens` promise
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
-        self.num_forwards = 0
-        self.num_flushes = 0
+        self.num_forwards = self.num_flushes = 0
         self._recorded = 0.0  # seconds that were spent on recording before
         self.last_round: Round | None = None
 

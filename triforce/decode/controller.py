@@ -177,7 +177,9 @@ class Controller:
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
-    SHORT = 4  # plans with an unseen part have at most so many tokens, and half as many rounds of the retrieval level
+    # Plans with an unseen part have at most so many tokens, and half as many rounds of the retrieval level, unless the
+    # guess of that part is less than a share of the round.
+    SHORT, SMALL = 4, 0.1
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  gains: Callable[[int], float] | None = None, rates: dict[str, Rate] | None = None):
@@ -193,9 +195,9 @@ class Controller:
         self._gain = np.array([gains(one.gamma) if one.branches else 1.0 for one in plans])
         self._is_long = (self._counts[0] > self.SHORT) | (2 * self._counts[1] > self.SHORT)
         self._drafting = np.stack([costs.drafting(plan) for plan in plans])
-        self._checking = np.stack([costs.checking(plan) for plan in plans])
+        self._steps = self._drafting + np.stack([costs.checking(plan) for plan in plans])
         recorded = np.array([self.PREPARATIONS.get(what, 0) for what, _ in costs.number])
-        self._recorded = ((self._drafting + self._checking) > 0) * recorded * costs.preparing
+        self._recorded = (self._steps > 0) * recorded * costs.preparing
 
     def times_per_token(self, rates: dict[str, float], ngram: Sequence[float] = (1.0,)) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these. ngram: see `choose`."""
@@ -208,7 +210,7 @@ class Controller:
 
         # A retrieval level proposes as many as its rounds are expected to bring.
         drafted = np.where(rounds > 0, np.minimum(gamma, rounds * tokens(source, inner)), gamma)
-        return (self._drafting + self._checking) @ self.costs.believed / (self._gain * tokens(drafter, drafted))
+        return self._steps @ self.costs.believed / (self._gain * tokens(drafter, drafted))
 
     def choose(self, remaining: float = math.inf, ngram: Sequence[float] = (1.0,)) -> DraftPlan:
         """The next round's plan.
@@ -222,7 +224,9 @@ class Controller:
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
         times = self.times_per_token(rates, ngram) + preparing
         # Plans with a part that no round has shown: the long ones, and without any evidence all.
-        times[(self._drafting @ (costs.seen == 0) > 0) & (self._is_long | ~costs.seen.any())] = np.inf
+        unseen = self._drafting @ ((costs.seen == 0) * costs.values)
+        is_long = self._is_long & (unseen > self._steps @ (self.SMALL * costs.values))
+        times[(unseen > 0) & (is_long | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] <= self.STAY * times[self.plans.index(self.plan)]:

@@ -158,8 +158,7 @@ class Hierarchy:
                     source.depart(row)
         if self.group is None:
             return Round(plan, rows, timing)
-        before, self._last = self._last_plan, timing
-        self._last_plan = plan
+        before, self._last, self._last_plan = self._last_plan, timing, plan
         return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
 
     def kinds_of_rounds(self, default: DraftPlan) -> list[DraftPlan]:

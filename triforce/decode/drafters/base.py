@@ -9,7 +9,6 @@ Only `prefill`, `open`, `rewind` and `catch_up` may wait for the device: the hos
 Shapes: B batch, M rows of the level that checks, V vocabulary.
 """
 
-
 from torch import Tensor
 
 from ..plan import DraftPlan

@@ -18,7 +18,6 @@ class SharedDrafter(Drafter):
         source: the rank whose proposals hold for all.
     """
 
-
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
         self.own = own = Drafter() if drafter is None else drafter
         self.runs_here, self.tape, self.group, self.source = drafter is not None, tape, group, source
