@@ -357,7 +357,7 @@ class Placement(Options):
     device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
     dtype: "str | torch.dtype | None" = option(None, "float32, float16, bfloat16; default: as stored, on a CPU float32")
     compile: bool | None = option(
-        None, "compile steps before the first answer: up to a minute, later 15 seconds. Default: on a GPU recorded "
+        None, "compile steps (up to a minute, later 15 s); pays from 10,000 new tokens on. Default: on a GPU recorded "
         "graphs; --interactive compiles. --no-compile: neither", one_of(True, False), action=BooleanOptionalAction)
     max_seq_len: int | None = natural(None, 2, 4096, "most tokens of prompt and output (default: as needed)")
     max_batch_size: int = natural(1, 1, 8, "prompts that run side by side; more are served group by group", flag=None)
