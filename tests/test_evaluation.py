@@ -102,3 +102,10 @@ def test_a_chat_template(tmp_path):
     assert ours.apply_chat_template(begun, add_generation_prompt=False) == theirs.apply_chat_template(
         begun, tokenize=False, continue_final_message=True)
     assert ours.chat_template(True) == theirs.chat_template
+
+
+@pytest.mark.parametrize("flags,text", [([], "No tasks specified"), (["--tasks", "no_such_task"], "no_such_task")])
+def test_tasks_that_are_not_there_end_in_a_line(capsys, flags, text):
+    assert main(["eval", "--model_args", "pretrained=tiny", *flags]) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: ") and text in last and "--tasks" in last

@@ -165,6 +165,10 @@ def main(argv: list[str]) -> int:
     before, sys.argv = sys.argv, ["lm_eval", "run", "--model", "triforce", *argv]
     try:
         cli_evaluate()
+    except ValueError as error:
+        if "asks" not in str(error):  # no task was named, or an unknown one
+            raise
+        raise UserError(f"{error} Name some: --tasks hellaswag") from None
     finally:
         sys.argv = before
     return 0

@@ -153,9 +153,7 @@ def _choice_bytes(target: ModelConfig, settings: Settings, batch: int, own: int,
         scored = tokens if of_tokens else tokens // settings.chunk_size
         scores = target.n_head * queries * scored
         keys = target.n_kv_head * target.head_dim * scored * dtype.itemsize if copied else 0
-        if of_tokens:
-            return 12 * scores + keys
-        return scores * (dtype.itemsize + 8) + keys
+        return (12 if of_tokens else dtype.itemsize + 8) * scores + keys
 
     follows = VIEWS[settings.draft_cache].follows
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
