@@ -177,8 +177,7 @@ class Controller:
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
-    # Plans with an unseen part have at most so many tokens, and half as many rounds of the retrieval level, unless the
-    # guess of that part is less than a share of the round.
+    # A plan with an unseen part has at most SHORT tokens, half as many inner rounds; or that part is SMALL beside it.
     SHORT, SMALL = 4, 0.1
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,

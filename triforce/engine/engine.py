@@ -136,7 +136,7 @@ class Engine:
             call = self._call(prompts, max_new_tokens, prefix=prefix, count=count, **options)
             sessions: list[Session] = []
             with self.compute_stream.lock:
-                for _ in self._answer(call, sessions):
+                for _ in self._answer(call, sessions, watched=call.on_decode is not None):
                     pass
         results = [result for session in sessions for result in session.results()]
         if num_samples is not None:
@@ -438,9 +438,9 @@ class Engine:
             dropped.append(len(whole) - len(one))
         return ids, dropped
 
-    def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
+    def _answer(self, call: Call, sessions: list[Session], watched: bool = True) -> Iterator[tuple[int, str]]:
         """Yields (index of a prompt, piece of text), group by group: a group runs side by side. sessions: gets the
-        sessions, which have the results."""
+        sessions, which have the results. watched: each round's pieces are wanted, and not the first one's alone."""
         # Names of this function: those of the module may be gone when Python ends, and closes what is left.
         is_ending, not_finite = sys.is_finalizing, NotFinite
         with self.working():
@@ -451,7 +451,7 @@ class Engine:
             sessions.append(session := Session(group, self.tokenizer, self.device))
             explain = None
             try:
-                for row, piece in self._decode(session):
+                for row, piece in self._decode(session, watched):
                     yield first + row, piece
             except not_finite as error:
                 explain = partial(finite.explain, self.target, error.count)
@@ -470,7 +470,7 @@ class Engine:
                 raise error
             self.buffers.keep()
 
-    def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
+    def _decode(self, session: Session, watched: bool) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
         call = session.call
         with self.working():
@@ -488,6 +488,9 @@ class Engine:
                     raise UserError("another generation has begun on this engine, or its caches were freed; finish or "
                                     "close a stream first, or load a second engine")
                 pieces = session.round()
+                while not (watched or session.done):  # to leave and come back takes the host as long as all else
+                    self.threads.review()
+                    session.round()
             if call.on_decode is not None:
                 call.on_decode(session.num_tokens)
             yield from (piece for piece in pieces if piece[1] or self.tokenizer is None)
