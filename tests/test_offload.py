@@ -15,6 +15,7 @@ from conftest import (
     run_rounds,
     slow,
 )
+from torch.overrides import TorchFunctionMode
 
 import triforce
 from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, DraftPlan
@@ -76,6 +77,25 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
             assert len(tokens) == 1
             assert_view_holds_its_selection(state.hierarchy.view, 0)
     assert plain >= 2 and state.num_flushes >= 1
+
+
+def test_what_crosses_the_bus_lies_in_one_run(models):
+    """A driver copies it by itself. What does not, a CPU's threads gather first, which other programs hold up."""
+    offload, crossed = state_of(models, num_resident_layers=0).cache.prefix.offload, []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function.__name__ in ("to", "copy_", "__setitem__"):
+                host = args[0][args[1]] if function.__name__ == "__setitem__" else args[0]
+                crossed.append(host.is_contiguous())
+            return function(*args, **(kwargs or {}))
+
+    _, _, _, heads, dim = offload.host[0].shape
+    kv = torch.randn(2, heads, 8, dim)
+    with Watching():
+        offload.store(0, 0, 16, kv)
+        found = offload.load(0, 0, 16, 24)
+    assert torch.equal(found, kv) and crossed == [True] * 4
 
 
 def test_prefill_appends_to_what_lies_on_the_host(models):

@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     try:
         cli_evaluate()
     except ValueError as error:
-        if "asks" not in str(error):  # no task was named, or an unknown one
+        if not str(error).startswith(("No tasks", "Tasks not found")):
             raise
         raise UserError(f"{error} Name some: --tasks hellaswag") from None
     finally:

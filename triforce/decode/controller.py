@@ -177,7 +177,7 @@ class Controller:
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
-    # A plan with an unseen part has at most SHORT tokens, half as many inner rounds; or that part is SMALL beside it.
+    # A plan with an unseen part has at most SHORT tokens, and half as many rounds of the view, or the part is small.
     SHORT, SMALL = 4, 0.1
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
@@ -222,10 +222,10 @@ class Controller:
         costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()}
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
         times = self.times_per_token(rates, ngram) + preparing
-        # Plans with a part that no round has shown: the long ones, and without any evidence all.
+        # Plans with a part that no round has shown: the long ones, where it counts, and without any evidence all.
         unseen = self._drafting @ ((costs.seen == 0) * costs.values)
-        is_long = self._is_long & (unseen > self._steps @ (self.SMALL * costs.values))
-        times[(unseen > 0) & (is_long | ~costs.seen.any())] = np.inf
+        is_risky = self._is_long & (unseen > self._steps @ (self.SMALL * costs.values))
+        times[(unseen > 0) & (is_risky | ~costs.seen.any())] = np.inf
         times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] <= self.STAY * times[self.plans.index(self.plan)]:

@@ -440,7 +440,7 @@ class Engine:
 
     def _answer(self, call: Call, sessions: list[Session], watched: bool = True) -> Iterator[tuple[int, str]]:
         """Yields (index of a prompt, piece of text), group by group: a group runs side by side. sessions: gets the
-        sessions, which have the results. watched: each round's pieces are wanted, and not the first one's alone."""
+        sessions, which have the results. watched: somebody has the turn after each round; else pieces are missing."""
         # Names of this function: those of the module may be gone when Python ends, and closes what is left.
         is_ending, not_finite = sys.is_finalizing, NotFinite
         with self.working():
@@ -488,7 +488,7 @@ class Engine:
                     raise UserError("another generation has begun on this engine, or its caches were freed; finish or "
                                     "close a stream first, or load a second engine")
                 pieces = session.round()
-                while not (watched or session.done):  # to leave and come back takes the host as long as all else
+                while not (watched or session.done):  # to leave and come back takes longer than all else between
                     self.threads.review()
                     session.round()
             if call.on_decode is not None:
