@@ -37,6 +37,18 @@ def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
         assert_the_dense_twin_says(pair[0], prompt, tokens)
 
 
+def test_where_nothing_has_flushed_no_kernel_reads_lengths():
+    """Of a batch over a shared prefix, each row of which has 64 tokens to come; afterwards one bound serves all."""
+    config = ModelConfig(64, 32, 2, 4, 2, 8, 64)
+    common = prefix_module.PrefixStore(config, 1, 128, "cpu", torch.float32)
+    common.truncate(0, 128)
+    store = prefix_module.PrefixStore(config, 2, 512, "cpu", torch.float32, length_on_device=True, shared=common)
+    store.open([192, 192])
+    assert store.extent == (0, 0)
+    store.truncate(1, 160)
+    assert store.extent == (384, 384)
+
+
 @pytest.fixture
 def lengths_on_device(monkeypatch):
     """The flash kernel of a GPU that has few processors. For each step: lengths, their bound, and how many parts; and

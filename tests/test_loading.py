@@ -44,6 +44,8 @@ def test_settings_are_resolved_by_device():
     cpu, gpu = Settings().resolve("cpu"), Settings().resolve("cuda")
     assert (cpu.gamma, cpu.gamma_inner, cpu.block_size, cpu.prefill_chunk_size) == (7, 3, 8, 1024)
     assert (gpu.gamma, gpu.gamma_inner, gpu.block_size, gpu.prefill_chunk_size) == (15, 4, 16, 8192)
+    intervals = [Settings(budget=budget).resolve("cuda").flush_interval for budget in (None, 1.0, 0.1, 4096, 256)]
+    assert intervals == [256, 256, 256, 256, 128]
     blocks = [Settings().resolve("cuda", max_batch_size=rows).block_size for rows in (1, 4, 5, 8, 100)]
     assert blocks == [16, 16, 12, 8, 4]
     assert Settings(gamma=9).resolve("cuda", max_batch_size=100).block_size == 10
@@ -65,7 +67,7 @@ def test_settings_are_resolved_by_device():
     found = {(device, offload): Settings().resolve(device, offload=offload) for device in ("cpu", "cuda")
              for offload in (False, True)}
     assert {key: (one.block_size, one.flush_interval) for key, one in found.items()} == {
-        ("cpu", False): (8, 128), ("cpu", True): (8, 128), ("cuda", False): (16, 128), ("cuda", True): (64, 256)}
+        ("cpu", False): (8, 128), ("cpu", True): (8, 128), ("cuda", False): (16, 256), ("cuda", True): (64, 256)}
     for draft, rows in (("ngram", 16), (None, 1)):
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
 

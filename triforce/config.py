@@ -158,7 +158,7 @@ class Settings(Options):
     block_size: int | None = natural(
         None, 1, 8, "rows of a full verify, leaves aside, on a CPU in steps of 4 (default: 8 on a CPU; on a GPU 64 "
         "with offload, else 16, or fewer for more than 4 rows or query heads of a KV head; 1 where nothing drafts)")
-    flush_interval: int | None = natural(None, 1, 128, "tokens between flushes (default 128; 256 offloaded on a GPU)")
+    flush_interval: int | None = natural(None, 1, 128, "tokens between flushes (default 128; on a GPU 256)")
     draft_sink: int = natural(4, 0, 4, "first tokens that a draft model keeps (default 4)")
     draft_window: int | None = natural(
         None, 1, 256, "newest tokens that a draft model attends to (default: 1/8 of its positions, from 256 to 4096)")
@@ -235,8 +235,8 @@ class Settings(Options):
             leaves=leaves, tree_size=-(-self.tree_size // CPU_ROWS) * CPU_ROWS,
             leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
-            # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
-            flush_interval=self.flush_interval or (256 if offload and cuda else 128),
+            # No round goes past a flush, and on a GPU flushed tokens take one more kernel. A small view has no room.
+            flush_interval=self.flush_interval or (256 if cuda and not 1 < (self.budget or 1) < 512 else 128),
             prefill_chunk_size=self.prefill_chunk_size or (8192 if cuda else 1024))
         made._check_fit(drafts, offload)
         return made

@@ -28,9 +28,9 @@ class PrefixStore(View):
     A layer with a sliding window keeps a ring of the newest tokens: the window, and as many as a text may be taken back
     by. `keep` notes what the rings hold where decoding begins, so that a text can always be taken back to there.
 
-    A row's bits must not depend on when its neighbours flush. A kernel that reads each row's length on the device has a
-    bound that no row will outgrow. Elsewhere the unmasked part stays as it was when the batch began. The masked part
-    grows in steps of GROWTH, each a state of its own: a shorter row adds nothing there.
+    A row's bits must not depend on when its neighbours flush. A kernel that reads each row's length on the device runs
+    once a row has tokens here, and has a bound that no row will outgrow. Elsewhere the unmasked part stays as when the
+    batch began. The masked part grows in steps of GROWTH, each a state of its own: a shorter row adds nothing there.
 
     Args:
         capacity: tokens of a row, those of the shared prefix among them.
@@ -208,7 +208,7 @@ class PrefixStore(View):
         grown = max(self.own_lens)
         dense, longest = self._batch_extent or Extent(min(self.own_lens), grown)
         if self.length_on_device:
-            bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
+            bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base) if grown else 0
             return Extent(bound, bound)
         if self._batch_extent is not None:
             longest = min(longest, dense + max(-(-(grown - dense) // GROWTH), 1) * GROWTH)
