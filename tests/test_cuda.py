@@ -429,7 +429,8 @@ def test_offsets_and_batches(dtype):
     """Rows of different lengths, side by side: tokens and logits hashes of each, with speculation and without."""
     models = random_models_in(dtype)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB), [5]]
-    engine = make_engine(models[0], models[1], budget=512, max_batch_size=3, prefill_chunk_size=2048, keep_logits=True)
+    engine = make_engine(models[0], models[1], budget=512, flush_interval=128, max_batch_size=3, prefill_chunk_size=2048,
+                         keep_logits=True)
     state = engine.prepare(prompts, 1000, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2, 3])
     on = bits_of_rows(state, 300)
     assert state.hierarchy.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
