@@ -33,7 +33,7 @@ from triforce.model import ModelConfig, Transformer
 
 NEW = 20  # tokens of an answer
 ENDED = {"logit_bias": [{7: 1e6}, None, None], "stop_token_ids": [7]}  # the first of three ends at once
-COMMON = {"gamma": 6, "flush_interval": 64, "budget": 256, "keep_logits": True, "max_seq_len": 1024}
+COMMON = {"gamma": 6, "flush_interval": 64, "budget": 256, "max_seq_len": 1024}
 COUPLED = {"sampling": "coupled"}
 LEAVES = {**COUPLED, "leaves": 1, "leaves_inner": 3}
 TREE = {**COUPLED, "tree_size": 24, "block_size": 8}

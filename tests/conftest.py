@@ -24,6 +24,7 @@ from triforce.decode.controller import Controller, Costs
 from triforce.decode.pilot import guess
 from triforce.engine.buffers import Buffers
 from triforce.engine.engine import Engine
+from triforce.engine.logprobs import logits_of
 from triforce.errors import UserError
 from triforce.fp8 import MADE
 from triforce.hf.folders import TINY
@@ -162,7 +163,7 @@ def assert_view_holds_its_selection(view, row: int = 0) -> None:
     source = view.source
     assert view.selected[row] and view.lens[row] == view.held < source.own_lens[row]
     for i in view.layers:
-        at = view.positions(row, i)[..., None].expand(-1, -1, view.cache.config.head_dim)
+        at = positions(view, row, i)[..., None].expand(-1, -1, view.cache.config.head_dim)
         for whole, held in zip(source.load(i, row, source.base, source.lens[row]), (view.k, view.v), strict=True):
             assert torch.equal(held[i][row][:, : view.held], whole.gather(1, at))
 
@@ -193,7 +194,7 @@ def bits(state, count, **how):
 
 def hashes_of(state, row: int, count: int) -> list[str]:
     """Of the logits behind the tokens of a row's last round."""
-    logits = state.hierarchy.outer.logits[row, :count].contiguous().float().cpu()
+    logits = logits_of(state.hierarchy.outer)[row, :count].contiguous().float().cpu()
     return [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in logits]
 
 
@@ -343,3 +344,8 @@ def tiny_engine():
     models = random_pair(vocab_size=tokenizer.vocab_size, std=0.1)
     return make_engine(*models, tokenizer=tokenizer, eos_ids=triforce.load("tiny", device="cpu").eos_ids,
                        max_seq_len=4096)
+
+
+def positions(view, row: int, i: int):
+    """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
+    return view._positions(view._chunks[row, view.layers.index(i), None], view._prefix_len[row])[0]

@@ -106,7 +106,7 @@ def test_the_winner_and_those_after_it(monkeypatch, traced, words):
 def test_runners_up_at_temperature_0_are_the_next_most_probable(dtype):
     """Nearly always: and whatever the noise, the winner is the most probable word."""
     torch.manual_seed(0)
-    tape = Tape.allocate(1, 8192, 500, "cpu", coupled=True, leaves=3)
+    tape = Tape(1, 8192, 500, "cpu", coupled=True, runners_up=3)
     logits, position = 3 * torch.randn(1, 8000, 500).to(dtype), torch.arange(8000)[None]
     tape.params.set(temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[5])
     ranked, best = tape.rank(logits, position), logits.float().topk(2, -1)

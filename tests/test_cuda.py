@@ -53,11 +53,11 @@ def random_models():
     return random_models_in(torch.bfloat16)
 
 
-def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamma=6, gamma_inner=2, compile=None,
+def engine_for(models, *, levels="triforce", budget=512, gamma=6, gamma_inner=2, compile=None,
                fp8=False, max_seq_len=24_576, **kw):
     target, draft = models
     return make_engine(target, draft if levels in ("triforce", "draft") else None, gamma=gamma, gamma_inner=gamma_inner,
-                       retrieval=levels in ("triforce", "retrieval"), keep_logits=keep_logits, budget=budget,
+                       retrieval=levels in ("triforce", "retrieval"), budget=budget,
                        drafting=fp8_copy(target) if fp8 else None, compile=compile, max_seq_len=max_seq_len,
                        prefill_chunk_size=8192, **kw)
 
@@ -105,14 +105,14 @@ def test_greedy_bits(which, dtype, eager_to_draft):
     models, ids, vocab_size, compile = models_of(which, dtype)
     variants = {"random": VARIANTS + MORE, "tiny": COMPILED, "experts": [*VARIANTS[:2], VARIANTS[-1]],
                 "windows": [*VARIANTS[:2], VARIANTS[-1], MORE[0]]}[which]
-    state = prepare(engine_for(models, levels="none", keep_logits=True, compile=compile), ids, vocab_size)
+    state = prepare(engine_for(models, levels="none", compile=compile), ids, vocab_size)
     plain, before = bits(state, NEW)[:2], num_compiled()
     for variant in variants:
         levels, budget, gamma, gamma_inner, options = variant
         count = NEW if variant in VARIANTS else 300
         expected = plain[0][:count], plain[1][:count]
         engine = engine_for(models, levels=levels, budget=budget, gamma=gamma, gamma_inner=gamma_inner,
-                            keep_logits=True, rebuild_interval=64, compile=compile, **options)
+                            rebuild_interval=64, compile=compile, **options)
         state = prepare(engine, ids, vocab_size)
         tokens, hashes, rejected, offsets = bits(state, count)
         drafted = int(state.hierarchy.outer.totals[0, 1])
@@ -142,7 +142,7 @@ def test_a_seed_says_the_same(which, dtype, eager_to_draft):
     speculate=False; of steps as they are, and of compiled ones."""
     models, ids, vocab_size, compile = models_of(which, dtype)
     variants = VARIANTS + MORE if which == "random" else COMPILED
-    common = {"keep_logits": True, "compile": compile, "sampling": "coupled", "leaves": 1, "leaves_inner": 2}
+    common = {"compile": compile, "sampling": "coupled", "leaves": 1, "leaves_inner": 2}
     state = prepare(engine_for(models, levels="none", **common), ids, vocab_size, temperature=1.0)
     plain = bits(state, 300)[:2]
     for levels, budget, gamma, gamma_inner, options in variants:
@@ -168,7 +168,7 @@ def test_a_seed_says_the_same(which, dtype, eager_to_draft):
 def test_a_seed_says_the_same_on_trees(which, how, dtype):
     """The tokens and logits of speculate=False in the same step, where branches are kept."""
     models, ids, vocab_size, compile = models_of(which, dtype)
-    engine = engine_for(models, gamma=10, keep_logits=True, compile=compile, sampling="coupled", block_size=24,
+    engine = engine_for(models, gamma=10, compile=compile, sampling="coupled", block_size=24,
                         tree_size=512 if "offload" in how else 128, **how)  # so many rows take another kernel
     state = prepare(engine, ids, vocab_size, temperature=1.0)
     tokens, hashes, rejected, _ = bits(state, 300)
@@ -190,7 +190,7 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     """Five questions about one document: the same tokens and logits with and without speculation, over many flushes,
     and the document's keys and values stay what they were."""
     document, how = random_prompt(CONTEXT, vocab_size=VOCAB), dict(how)
-    engine = engine_for(random_models_in(dtype, **how.pop("model", {})), keep_logits=True, rebuild_interval=64,
+    engine = engine_for(random_models_in(dtype, **how.pop("model", {})), rebuild_interval=64,
                         flush_interval=128, **{"block_size": 8, **how})
     engine.buffers.vocab_size = VOCAB
     book = engine.prefill(document)
@@ -249,7 +249,7 @@ def test_bits_of_a_target_in_fp8(dtype, compile):
                 runs = []
                 for levels in ("none", "triforce", "retrieval")[: 2 if waits else 3]:
                     leaves = {"leaves": 1, "leaves_inner": 2} if sampling == "coupled" else {}  # without drafts, too
-                    engine = engine_for((scaled, draft), levels=levels, keep_logits=True, sampling=sampling,
+                    engine = engine_for((scaled, draft), levels=levels, sampling=sampling,
                                         compile=compile if products else False, **leaves)
                     state = prepare(engine, ids, VOCAB, temperature=temperature)
                     runs.append(bits(state, 300))
@@ -429,8 +429,8 @@ def test_offsets_and_batches(dtype):
     """Rows of different lengths, side by side: tokens and logits hashes of each, with speculation and without."""
     models = random_models_in(dtype)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB), [5]]
-    engine = make_engine(models[0], models[1], budget=512, flush_interval=128, max_batch_size=3, prefill_chunk_size=2048,
-                         keep_logits=True)
+    engine = make_engine(models[0], models[1], budget=512, flush_interval=128, max_batch_size=3,
+                         prefill_chunk_size=2048)
     state = engine.prepare(prompts, 1000, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2, 3])
     on = bits_of_rows(state, 300)
     assert state.hierarchy.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
@@ -534,7 +534,7 @@ def test_offloaded_greedy_bits(dtype, resident, piece, more):
     """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts. In few pieces, as a graph. Layers
     with a window stay on the device."""
     ids, random_models = random_prompt(CONTEXT, vocab_size=VOCAB), random_models_in(dtype, **more)
-    state = prepare(offloading(random_models, resident, keep_logits=True, piece_tokens=piece), ids, VOCAB)
+    state = prepare(offloading(random_models, resident, piece_tokens=piece), ids, VOCAB)
     tokens, hashes, rejected, _ = bits(state, NEW)
     graphs = state.hierarchy.outer.step.graphs
     assert len(graphs) >= 3 if piece > 1024 else not graphs
@@ -547,7 +547,7 @@ def test_offloaded_greedy_bits(dtype, resident, piece, more):
     assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == (tokens, hashes)
     # The same split points (one piece), on the device and streamed.
     alike = {"block_size": 16, "retrieval": False, "draft": "ngram", "piece_tokens": 24_576, "flush_interval": 128,
-             "prefill_chunk_size": 4096, "keep_logits": True, "max_seq_len": 24_576}
+             "prefill_chunk_size": 4096, "max_seq_len": 24_576}
     engines = [make_engine(random_models[0], compile=None, offload=offload, **alike) for offload in (True, False)]
     streamed, device = (bits(prepare(engine, ids, VOCAB), 64, plan=AUTOREGRESSION)[:2] for engine in engines)
     print(f"one piece: tokens equal {streamed[0] == device[0]}, logits hashes equal {streamed[1] == device[1]}")
@@ -565,7 +565,7 @@ def test_a_graph_waits_for_the_copies_before_it(random_models, monkeypatch):
 
     for slow in (False, True):
         monkeypatch.setattr(Offload, "copy", late if slow else copy)
-        state = prepare(offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None), ids, VOCAB)
+        state = prepare(offloading(random_models, piece_tokens=12_288, compile=None), ids, VOCAB)
         found.append(bits(state, 40, plan=AUTOREGRESSION)[:2])
         assert state.hierarchy.outer.step.graphs
     assert found[0] == found[1]
@@ -576,7 +576,7 @@ def test_what_a_graph_gathers_is_what_a_step_gathers(random_models, monkeypatch)
     ids, found = random_prompt(CONTEXT, vocab_size=VOCAB), []
     for few in (2, 0):
         monkeypatch.setattr("triforce.cache.offload.FEW_PIECES", few)
-        engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
+        engine = offloading(random_models, piece_tokens=12_288, compile=None)
         state = prepare(engine, ids, VOCAB)
         said = bits(state, 300)[:2]
         assert bool(state.hierarchy.outer.step.graphs) == (few > 0)

@@ -98,9 +98,9 @@ def test_a_rows_bits_follow_from_it_alone(models, rows, dtype):
 def test_greedy_bits_do_not_depend_on_drafting(models, levels, gamma):
     target, draft = models
     prompt = random_prompt(600)
-    plain = bits(make_state(target, None, [prompt], retrieval=False, capacity=2048, keep_logits=True), 90)[:2]
+    plain = bits(make_state(target, None, [prompt], retrieval=False, capacity=2048), 90)[:2]
     state = make_state(target, draft if levels in ("triforce", "draft") else None, [prompt], capacity=2048,
-                       retrieval=levels != "draft", ngram=levels == "ngram", gamma=gamma, keep_logits=True,
+                       retrieval=levels != "draft", ngram=levels == "ngram", gamma=gamma,
                        draft_cache="query" if levels == "query" else None)
     tokens, hashes, rejected, _ = bits(state, 90)
     assert (tokens, hashes) == plain and rejected["full"] >= 10
@@ -112,7 +112,7 @@ def test_greedy_bits_side_by_side(models):
     Over a shared prefix, too."""
     prompts = [random_prompt(300) + random_prompt(40, seed=seed) for seed in (1, 2, 3)]
     for base in (0, 288):
-        found = [bits_of_rows(make_state(*models, prompts, base=base, capacity=1024, keep_logits=True), 40, plan=plan)
+        found = [bits_of_rows(make_state(*models, prompts, base=base, capacity=1024), 40, plan=plan)
                  for plan in (AUTOREGRESSION, DraftPlan(6, "model", True, 2, 3), DraftPlan(3, "model"))]
         assert found[0] == found[1] == found[2]
 

@@ -129,7 +129,7 @@ def test_bits_with_and_without_speculation(layout, rule, in_fp8, tmp_path, monke
     runs = []
     for retrieval in (True, False):
         state = make_state(target, None, [random_prompt(100, vocab_size=96)], vocab_size=96, retrieval=retrieval,
-                           gamma=5, rule=rule, sampling=law, keep_logits=True, capacity=256, max_new_tokens=64)
+                           gamma=5, rule=rule, sampling=law, capacity=256, max_new_tokens=64)
         runs.append(bits(state, 24, plan=None if retrieval else AUTOREGRESSION))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][2]["full"] >= 3

@@ -23,7 +23,7 @@ def models():
 @pytest.fixture(scope="module")
 def plain(models):
     """Without any drafter, in the same padded step."""
-    state = make_state(models[0], None, [random_prompt(CONTEXT)], retrieval=False, capacity=4096, keep_logits=True,
+    state = make_state(models[0], None, [random_prompt(CONTEXT)], retrieval=False, capacity=4096,
                        flush_interval=64)
     return bits(state, NEW)[:2]
 
@@ -35,7 +35,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
                        capacity=4096, retrieval=levels not in ("draft", "ngram only"), ngram="ngram" in levels,
                        draft_cache=levels if levels in ("query", "snapkv", "streaming") else None,
                        budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
-                       rebuild_interval=32, keep_logits=True)
+                       rebuild_interval=32)
     tokens, hashes, rejected, offsets = bits(state, NEW)
     assert (tokens, hashes) == plain
     assert min(rejected.get(name, 20) for name in ("full", "retrieval")) >= (20 if levels == "triforce" else 0)
@@ -56,7 +56,7 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
     for shift in range(8):
         prompt = random_prompt(CONTEXT)[: border - 7 + shift]  # of which the last token is pending
         state = make_state(target, draft, [prompt], capacity=4096, flush_interval=64, chunk_size=8, budget=256,
-                           keep_logits=True)
+                           )
         on = bits(state, 24)[:2]
         assert state.num_flushes == 1 and state.cache.lens == [border]  # to emit past it is to miss it
         state.rewind(1000)
@@ -69,7 +69,7 @@ def test_batch_rows_do_not_depend_on_neighbours(models):
     target, draft = models
 
     def state_of(prompts):
-        return make_state(target, draft, prompts, keep_logits=True)
+        return make_state(target, draft, prompts)
 
     prompts = [random_prompt(300, seed=1), random_prompt(137, seed=2), [5]]
     state = state_of(prompts)
@@ -88,7 +88,7 @@ def test_rows_whose_views_differ_in_length(dtype, how):
     target, draft = (Transformer.random(model.config, seed=i, std=0.2, dtype=dtype)
                      for i, model in enumerate(random_pair()))
     prompts = [random_prompt(20), random_prompt(150, seed=1), random_prompt(33, seed=2)]
-    sizes = {"keep_logits": True, "budget": 64, "flush_interval": 16, "chunk_size": 4, "gamma": 4}
+    sizes = {"budget": 64, "flush_interval": 16, "chunk_size": 4, "gamma": 4}
     on = make_state(target, draft, prompts, **sizes, **how)
     off = make_state(target, None, prompts, **sizes, retrieval=False)
     assert bits_of_rows(on, 40) == bits_of_rows(off, 40)

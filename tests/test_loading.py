@@ -90,10 +90,10 @@ def engine_of(pair, **more) -> Engine:
     (True, {10: 1024, 16_384: 1024, 40_000: 2560, 65_536: 4096, 120_000: 7680, 10**6: 8192})])
 def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
     engine = engine_of(pair, offload=offload)
-    assert {length: engine.resolve_budget(length) for length in budgets} == budgets
-    assert engine_of(pair, retrieval=False).resolve_budget(10**6) == 0
+    assert {length: engine.buffers.budget(length) for length in budgets} == budgets
+    assert engine_of(pair, retrieval=False).buffers.budget(10**6) == 0
     for rows in (2, 8):  # that read one view of what they share
-        assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
+        assert {length: engine.buffers.budget(length, sharing=rows) // 2 for length in budgets} == budgets
 
 
 def test_the_default_budget_from_host_memory_is_larger_where_it_is_small_beside_the_weights(pair):
@@ -107,15 +107,15 @@ def test_the_default_budget_from_host_memory_is_larger_where_it_is_small_beside_
         assert found == [5120, 10_240, 13_568]  # an eighth of the prompt, or what takes an eighth of the weights' bytes
     assert settings.view_tokens(122_880, llama_2.weights_in_tokens) == 7680
     engine = engine_of(pair, offload=True)
-    assert engine.resolve_budget(10**6) == max(8192, engine.target.config.weights_in_tokens // 8)
+    assert engine.buffers.budget(10**6) == max(8192, engine.target.config.weights_in_tokens // 8)
 
 
 def test_budgets_that_are_given(pair):
-    assert engine_of(pair, budget=64).resolve_budget(10**6) == engine_of(pair, budget=64).resolve_budget(
+    assert engine_of(pair, budget=64).buffers.budget(10**6) == engine_of(pair, budget=64).buffers.budget(
         10**6, sharing=8) == 64
     engine = engine_of(pair, budget=0.25)
-    assert [engine.resolve_budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
-    assert make_engine(pair[0], retrieval=False).resolve_budget(1000) == 0
+    assert [engine.buffers.budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
+    assert make_engine(pair[0], retrieval=False).buffers.budget(1000) == 0
     for budget in (5000, 0.9):  # no more than a row has room for, in whole chunks
         settings = make_engine(*pair, budget=budget).settings
         chunk = settings.chunk_size

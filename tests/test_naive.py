@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_state, random_prompt, slow
+from conftest import assert_view_holds_its_selection, make_state, positions, random_prompt, slow
 
 from triforce import naive
 from triforce.model import ModelConfig, Transformer
@@ -72,7 +72,7 @@ def assert_same_view(state, same: TriForce, text: list[int], first: int) -> None
     for i, seen in enumerate(same.choose_view(text, first)):
         if i not in state.hierarchy.view.layers:  # it has a window, and reads its newest keys
             continue
-        held = state.hierarchy.view.positions(0, i)
+        held = positions(state.hierarchy.view, 0, i)
         assert held.shape[1] == same.budget == int(seen[0].sum())
         assert seen.gather(1, held).all()
 

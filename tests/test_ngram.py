@@ -25,7 +25,7 @@ def test_proposals_equal_a_loop():
     rng = random.Random(0)
     for _ in range(200):
         rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
-        tape = Tape.allocate(3, 40, 3, "cpu")
+        tape = Tape(3, 40, 3, "cpu")
         for row, tokens in zip(tape.tokens, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
             row[len(tokens) :] = torch.randint(0, 3, (40 - len(tokens),))  # what an earlier proposal left
@@ -77,7 +77,7 @@ def test_the_meter_looks_up_as_the_drafter_does_and_soon_forgets_the_prompt():
 
 def test_a_look_up_finds_the_latest_match_of_a_million():
     million = 2**20
-    tape = Tape.allocate(1, million, 64, "cpu")
+    tape = Tape(1, million, 64, "cpu")
     tape.tokens[0] = torch.randint(40, (million,), generator=torch.Generator().manual_seed(3))
     end, newest = million - 20, torch.tensor([50, 51, 52, 53])
     for place in (1000, million - 500):

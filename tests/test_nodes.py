@@ -140,7 +140,7 @@ def test_branches_see_what_the_levels_see():
     cache, give nearly the same hidden states."""
     pair = random_pair(std=0.15)
     state = make_state(*pair, [random_prompt(40)], rule="coupled", block_size=8, tree_size=32, gamma=7, budget=64,
-                       sampling={"temperature": 1.0, "seed": [3]}, keep_logits=True)
+                       sampling={"temperature": 1.0, "seed": [3]})
     inner, grown = state.hierarchy.inner, []
     growing, nodes = inner.model.output.forward, state.tape.nodes
 

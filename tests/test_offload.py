@@ -34,7 +34,7 @@ def models():
 def state_of(models, prompts=None, **kw):
     target, draft = models
     settings = {"capacity": 2048, "budget": 256, "chunk_size": 8, "flush_interval": 64, "rebuild_interval": 32,
-                "keep_logits": True, **kw}
+                **kw}
     return make_state(target, draft, prompts or [random_prompt(CONTEXT)], **settings)
 
 

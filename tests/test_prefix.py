@@ -4,7 +4,15 @@ import hashlib
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, bits_of_rows, make_state, random_prompt, run_rounds, slow
+from conftest import (
+    assert_view_holds_its_selection,
+    bits_of_rows,
+    make_state,
+    positions,
+    random_prompt,
+    run_rounds,
+    slow,
+)
 
 from triforce import attention
 from triforce.attention import dense, merge, merge_parts, parts_of_keys
@@ -35,7 +43,7 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, monkeypatch, watch
     # How many queries each attention over the document had.
     queries = watched(blocks, "over_shared", lambda prefix, i, q, *args, **more: q.shape[0] * q.shape[2])
     monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 100)
-    made = {"keep_logits": True, "max_new_tokens": 60, **KINDS[kind]}
+    made = {"max_new_tokens": 60, **KINDS[kind]}
     state = make_state(*pair, PROMPTS, base=BASE, **made)
     shared = state.cache.prefix.shared
     num_packed = None if shared.packed is None else len(shared.packed)
@@ -77,7 +85,7 @@ def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
             tokens = (best[..., None] * 4 + torch.arange(4)).flatten(1)
             ends = torch.cat([torch.arange(4), torch.arange(BASE - window, BASE)]).expand(len(best), -1)
             expected = torch.cat([tokens, ends], 1).sort(-1).values
-            assert torch.equal(common.positions(0, i).sort(-1).values, expected)
+            assert torch.equal(positions(common, 0, i).sort(-1).values, expected)
         for row, length in enumerate(cache.prefix.own_lens):
             assert view.lens[row] == length and not view.selected[row]
             for i in range(2):
@@ -105,7 +113,7 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
     if kind == "streaming":
         common = view.shared
         expected = [*range(4), *range(BASE - common.held + 4, BASE)]
-        assert common.positions(0, 0)[0].sort().values.tolist() == expected
+        assert positions(common, 0, 0)[0].sort().values.tolist() == expected
 
 
 def test_what_rows_share_is_chosen_anew_once_for_all(pair, watched):

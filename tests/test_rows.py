@@ -16,6 +16,7 @@ from torch import nn
 from triforce import attention
 from triforce.cpu import GELU, Linear, PackedPrefix, SiLU, adapt, pack_weights, row_unit
 from triforce.decode.plan import AUTOREGRESSION
+from triforce.engine.logprobs import logits_of
 from triforce.model import ModelConfig, Transformer
 
 ROWS = (4, 8, 12, 16, 36, 64)
@@ -117,7 +118,7 @@ def test_logits_with_speculation_on_and_off(config):
     runs = []
     for retrieval in (True, False):
         state = make_state(target, None, [random_prompt(300, vocab_size=1000)], vocab_size=1000, retrieval=retrieval,
-                           gamma=7, keep_logits=True)
+                           gamma=7)
         runs.append(bits(state, 32, plan=None if retrieval else AUTOREGRESSION))
     assert runs[0][:2] == runs[1][:2]
     windows = "sliding_layers" in config  # a view's level then sees what the full one does
@@ -132,7 +133,7 @@ def test_four_rows_give_the_bits_of_more(batch, pack):
     pack_weights(target, 8)
     prompts = [random_prompt((4200 if pack else 300) + 9 * row, seed=row) for row in range(batch)]
     state = make_state(target, None, prompts, block_size=16, gamma=15, retrieval=False, ngram=True, capacity=5120,
-                       pack=pack, flush_interval=64, keep_logits=True)
+                       pack=pack, flush_interval=64)
     assert (state.cache.prefix.packed is not None) == (pack and batch == 1) and state.hierarchy.outer.row_unit == 4
     level, runs = state.hierarchy.outer, []
     for turns in ((4,), (16,), (4, 8, 12, 16)):
@@ -141,7 +142,7 @@ def test_four_rows_give_the_bits_of_more(batch, pack):
         for rows in 9 * (4 // len(turns)) * turns:
             level.rows_of = lambda plan, drafted, rows=rows: rows
             state.round()
-            tokens.append((state.texts(state.lens[0])[0], level.logits[:, 0].clone()))
+            tokens.append((state.texts(state.lens[0])[0], logits_of(level)[:, 0].clone()))
         runs.append(tokens)
     for run in runs[1:]:
         assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(run, runs[0], strict=True))

@@ -16,9 +16,15 @@ USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None}
 INF = float("inf")
 
 
-def params(rows=1, **values) -> SamplingParams:
+def set_all(made, specialize=True, **values):
+    made.set(**values)
+    if not specialize:  # as compiled code
+        made._needed = Uses()
+
+
+def params(rows=1, specialize=True, **values) -> SamplingParams:
     made = SamplingParams(rows, "cpu")
-    made.set(**{**USUAL, "seed": list(range(rows)), **values})
+    set_all(made, specialize, **{**USUAL, "seed": list(range(rows)), **values})
     return made
 
 
@@ -55,7 +61,7 @@ def test_skipping_what_no_row_needs_changes_no_law(values, before):
     after a call that had others on."""
     logits = torch.randn(3, 2, 60, generator=torch.Generator().manual_seed(0)) * 2
     special = params(3, specialize=True, **before)
-    special.set(specialize=True, **{**USUAL, "seed": [0, 1, 2], **values})
+    set_all(special, **{**USUAL, "seed": [0, 1, 2], **values})
     law, expected = probabilities(logits, special), probabilities(logits, params(3, specialize=False, **values))
     assert torch.equal(law > 0, expected > 0)
     torch.testing.assert_close(law, expected)
@@ -76,13 +82,13 @@ def test_a_bias_is_added_to_the_logits(values, specialize):
             shifted[row, :, token] += value
     made = SamplingParams(3, "cpu", 60)
     for bias, expected in ((None, logits), (biases, shifted), (None, logits), ({5: 1.0}, None), (biases, shifted)):
-        made.set(specialize=specialize, logit_bias=bias, **usual)
+        set_all(made, specialize, logit_bias=bias, **usual)
         if expected is not None:
             found, wanted = probabilities(logits, made), probabilities(expected, params(3, **values))
             assert torch.equal(found > 0, wanted > 0)
             torch.testing.assert_close(found, wanted)
     assert made.uses.logit_bias
-    made.set(specialize=specialize, **usual)
+    set_all(made, specialize, **usual)
     assert made.uses.logit_bias is not specialize  # who needs none pays nothing
 
 

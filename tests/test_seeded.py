@@ -15,7 +15,7 @@ from triforce.tree import likeliest
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
 SEED = 1  # one with rejections at every depth
 COMMON = {"flush_interval": 32, "chunk_size": 4, "capacity": 1024, "budget": 256, "gamma": 4, "gamma_inner": 2,
-          "keep_logits": True, "rule": "coupled"}
+          "rule": "coupled"}
 LAWS = {"greedy": {"temperature": 0.0}, "usual": {"temperature": 0.6, "top_p": 0.9},
         "own": {"temperature": 1.0, "top_p": 1.0}, "hot": {"temperature": 1.3, "top_k": 30, "min_p": 0.01},
         "biased": {"temperature": 1.0, "logit_bias": {3: 2.0, 5: float("-inf")}}}

@@ -174,9 +174,9 @@ class Gpu:
 def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):
     monkeypatch.setattr(streams.torch, "cuda", gpu := Gpu())
     monkeypatch.setattr(streams, "_unused", type(streams._unused)(list))
-    own, users = ComputeStream(GPU), []
+    own = ComputeStream(GPU)
     gpu.log.clear()
-    with own.alone():
+    with own.lock, own.used():
         assert gpu.current_stream(GPU) is own.cuda
         with own.used():  # nothing to wait for
             assert gpu.log == [("own", "default")]
@@ -186,5 +186,3 @@ def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):
     with pytest.raises(ZeroDivisionError), own.used():
         raise ZeroDivisionError
     assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.default
-    x = SimpleNamespace(record_stream=users.append)
-    assert own.hand_out(x) is x and users == [gpu.default]

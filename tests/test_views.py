@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
+from conftest import assert_view_holds_its_selection, make_state, positions, random_prompt, run_rounds
 
 from triforce.cache.views import RetrievalView, chunk_scores
 from triforce.decode.plan import DraftPlan
@@ -11,7 +11,7 @@ from triforce.decode.plan import DraftPlan
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
     """Positions of a row's view, by layer and head."""
     state.hierarchy.view.catch_up(range(state.batch))
-    return [[set(head) for head in state.hierarchy.view.positions(row, i).tolist()]
+    return [[set(head) for head in positions(state.hierarchy.view, row, i).tolist()]
             for i in range(state.target.config.n_layer)]
 
 

@@ -15,6 +15,7 @@ from triforce import UserError, attention
 from triforce.config import Settings
 from triforce.decode.batch import Sizes
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
+from triforce.engine.logprobs import logits_of
 from triforce.engine.memory import plan_memory
 from triforce.engine.prompt_cache import layout_of
 from triforce.engine.prompt_cache import opened as opened_file
@@ -116,7 +117,7 @@ def test_greedy_bits_and_dense_logits(models, levels, gamma, interval):
     """A tail of 64 tokens is longer than the window."""
     target, draft = models
     prompt = random_prompt(600)
-    how = {"capacity": 2048, "keep_logits": True, "flush_interval": interval}
+    how = {"capacity": 2048, "flush_interval": interval}
     expected = bits(make_state(target, None, [prompt], retrieval=False, **how), 90)[:2]
     state = make_state(target, draft if levels in ("triforce", "draft") else None, [prompt], **how,
                        retrieval=levels != "draft", ngram=levels == "ngram", gamma=gamma,
@@ -126,7 +127,8 @@ def test_greedy_bits_and_dense_logits(models, levels, gamma, interval):
     assert (tokens, hashes) == expected and state.num_flushes and (exact or rejected["full"] >= 5)
     count = len(state.last_round.rows[0].tokens)
     logits = dense_logits(target, torch.tensor([state.texts()[0]]))[0]
-    torch.testing.assert_close(state.hierarchy.outer.logits[0, :count], logits[-1 - count : -1], atol=1e-4, rtol=1e-4)
+    found = logits_of(state.hierarchy.outer)[0, :count]
+    torch.testing.assert_close(found, logits[-1 - count : -1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_view_level_sees_the_window_too(models):
@@ -142,17 +144,17 @@ def test_a_view_level_sees_the_window_too(models):
 def test_rows_side_by_side_and_over_a_shared_prefix(models):
     """The shared part ends within the window of the first tokens behind it. Padding is longer than a ring."""
     prompts = [random_prompt(300) + random_prompt(count, seed=count) for count in (31, 250, 13)]
-    alone = [bits(make_state(models[0], None, [prompt], retrieval=False, capacity=1024, keep_logits=True), 40)[0]
+    alone = [bits(make_state(models[0], None, [prompt], retrieval=False, capacity=1024), 40)[0]
              for prompt in prompts]
     for base in (0, 288):
-        found = [bits_of_rows(make_state(*models, prompts, base=base, capacity=1024, keep_logits=True), 40, plan=plan)
+        found = [bits_of_rows(make_state(*models, prompts, base=base, capacity=1024), 40, plan=plan)
                  for plan in (AUTOREGRESSION, DraftPlan(6, "model", True, 2, 3), DraftPlan(3, "model"))]
         assert found[0] == found[1] == found[2]
-        state = make_state(models[0], None, prompts, retrieval=False, base=base, capacity=1024, keep_logits=True)
+        state = make_state(models[0], None, prompts, retrieval=False, base=base, capacity=1024)
         for _ in range(20):
             state.round()
         for row, text in enumerate(state.texts()):
-            torch.testing.assert_close(state.hierarchy.outer.logits[row, 0],
+            torch.testing.assert_close(logits_of(state.hierarchy.outer)[row, 0],
                                        dense_logits(models[0], torch.tensor([text]))[0, -2], atol=1e-4, rtol=1e-4)
         assert [[token for token, _ in row] for row in found[0]] == alone
 
@@ -216,7 +218,7 @@ def test_layers_that_see_all_keys_are_offloaded_and_the_others_are_not(resident,
     """The text and its bits stay, with speculation on and off; a view of what streams past is gathered."""
     config = replace(models_of("some")[0].config, n_layer=5, sliding_layers=(0, 2))
     target, prompt = Transformer.random(config, std=0.2), random_prompt(600)
-    how = {"capacity": 2048, "keep_logits": True, "flush_interval": 16, "piece_tokens": 100,
+    how = {"capacity": 2048, "flush_interval": 16, "piece_tokens": 100,
            "draft_cache": "query" if query else None}
     expected = run_rounds(make_state(target, None, [prompt], retrieval=False, capacity=2048), 90)[0]
     state = make_state(target, None, [prompt], **how, num_resident_layers=resident, gamma=4)

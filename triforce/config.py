@@ -170,7 +170,6 @@ class Settings(Options):
     reuse: bool = option(
         True, "compute once what prompts of a call, or the last call's text, begin with in common; --no-reuse: each is "
         "computed from its beginning", one_of(True, False), flag="--no-reuse", action="store_false")
-    keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
 

@@ -38,12 +38,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .decode.gumbel import exponential
-from .decode.sampling import key_of, uniform
+from .decode.sampling import ACCEPT, SAMPLE, key_of, uniform
+from .decode.tape import DRAFT, FULL, RETRIEVAL
 from .model import Transformer
-
-DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels
-ACCEPT, SAMPLE = 0, 1  # what a random number is for
-
 
 # 1. The model
 

@@ -174,15 +174,15 @@ class Documents:
         """What all prompts begin with, and how many tokens of it were there before; None, 0 if that is short. A
         question is left of each prompt."""
         common = min(common_length(*prompts), *(len(ids) - 1 for ids in prompts))
-        if common < SHARED_FROM:
-            return None, 0
-        ids = prompts[0][:common]
         enough, unit = max(SHARED_FROM, common // 2), self.engine.settings.flush_interval
+        if common < max(SHARED_FROM, unit):
+            return None, 0
+        ids = prompts[0][: common // unit * unit]  # none behind what is held: they may be another prompt's
         length, best = max(((one.held(common_length(one.tokens[: one.num_shared], ids) // unit * unit), i)
                             for i, one in enumerate(self.held)), default=(0, 0))
         if length >= enough:
             self.held.append(self.held.pop(best))
-            return whole_part(self.held[-1], length), length
+            return self.held[-1].part(length), length
         of_file = kept.find(ids)[0] if (kept := self.engine.buffers.kept) is not None else 0
         ids = ids[: of_file or common]
         try:
@@ -195,14 +195,7 @@ class Documents:
         self.held.append(made)
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
             del self.held[0]
-        return whole_part(made, made.num_shared), made.num_read
-
-
-def whole_part(document: Prefix, length: int) -> Prefix:
-    """The first tokens of a document, and none behind those whose keys and values are held: they may be another
-    prompt's."""
-    part = document.part(length)
-    return part if len(part) == length else Prefix(document.engine, document.tokens[:length], document.store)
+        return made, made.num_read
 
 
 class Server:

@@ -63,17 +63,21 @@ class KVCache(Store):
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
         ahead: slots of the tail behind those of a flush interval, for what is drafted ahead. None: 2 * block_size.
-        offload: keeps the prefix of the last layers that see all keys. None: all of it is on the device.
+        resident_layers: of those that see all keys, on the device; the others are offloaded, in pieces of `piece`
+            tokens (see `Offload`). None: all are on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
                  flush_interval: int, chunk_size: int, budget: int = 0, newest: int | None = None,
-                 ahead: int | None = None, offload: Offload | None = None, shared: PrefixStore | None = None, device,
-                 dtype, runs_on: torch.device | None = None):
+                 ahead: int | None = None, resident_layers: int | None = None, piece: int | None = None,
+                 shared: PrefixStore | None = None, device, dtype, runs_on: torch.device | None = None):
         self.config, self.rope, self.group = config, rope, config.query_group
-        self.capacity, self.flush_interval = capacity, flush_interval
+        self.capacity, self.flush_interval, offload = capacity, flush_interval, None
+        if resident_layers is not None and resident_layers < len(config.full_layers):
+            offload = Offload(config, resident_layers, batch=batch, capacity=capacity, interval=flush_interval,
+                              device=device, dtype=dtype, piece=piece, runs_on=runs_on)
         runs_on = torch.device(device if runs_on is None else runs_on)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
                                   length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared,

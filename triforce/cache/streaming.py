@@ -12,6 +12,7 @@ from .. import attention
 from ..attention import rotate
 from ..model import ModelConfig, RotaryEmbedding, eager
 from ..runtime.graphs import put
+from .kv_cache import aligned
 from .store import View
 
 
@@ -25,8 +26,7 @@ class StreamingCache(View):
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
                  slack: int, device, dtype):
-        unit = 8 * attention.SPLIT  # so that a product over all keys is split, in parts that tensor cores load
-        capacity = -(-(num_sink + window_size + slack) // unit) * unit
+        capacity = aligned(num_sink + window_size + slack)
         super().__init__(config, batch, capacity, device, dtype)
         self.config, self.rope, self.num_sink, self.window_size, self.slack = config, rope, num_sink, window_size, slack
         positions = torch.tensor(range(capacity), device=device)

@@ -163,10 +163,6 @@ class RetrievalView(View):
         for i in self.layers:
             self.store(i, row, at, self.source.load(i, row, stop - interval, stop))
 
-    def positions(self, row: int, i: int) -> Tensor:
-        """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
-        return self._positions(self._chunks[row, self.layers.index(i), None], self._prefix_len[row])[0]
-
     def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
         """Sink, recent window and chunks [N, K, num_selected]: [N, K, held]. prefix_len: one for all, or [N]."""
         window, device = self.window_size, chunks.device

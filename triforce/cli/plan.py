@@ -18,7 +18,6 @@ from ..decode.batch import Sizes
 from ..engine import memory
 from ..engine.loading import check_target, find_dtype
 from ..errors import UserError
-from ..fp8 import copy_bytes
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..model import ModelConfig
@@ -70,9 +69,7 @@ def need(job: Job, machine: Machine) -> dict:
                                     max_batch_size=place.max_batch_size, query_group=target.query_group)
     dtype = find_dtype(place.dtype, target.dtype, device)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
-    parts += memory.weight_parts(target, job.draft, dtype)
-    if place.draft_dtype:
-        parts.append(memory.Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
+    parts += memory.weight_parts(target, job.draft, dtype, copies=place.draft_dtype is not None)
     free = None if machine.memory is None else machine.memory - memory.total(parts)
     needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
     capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)

@@ -290,7 +290,7 @@ def wrap(text: str) -> None:
 def introduce(engine, ids, args, request: Request) -> None:
     """Prints the model, the prompt, and how much of the prompt drafts read."""
     about_toy(engine, args, f", {len(ids):,} prompt tokens" + " of CPython's language reference" * request.is_demo)
-    if not args.no_speculation and 0 < (budget := engine.resolve_budget(len(ids))) < len(ids):
+    if not args.no_speculation and 0 < (budget := engine.buffers.budget(len(ids))) < len(ids):
         wrap(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
     say("")
 

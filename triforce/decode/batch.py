@@ -69,26 +69,21 @@ class DecodeBatch:
         nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
         # A power of two: steps that were compiled for one length of prompts serve others.
         tokens = 1 << (self.capacity + 4 * settings.block_size - 1).bit_length()
-        self.tape = Tape.allocate(batch, tokens, sizes.vocab_size, device, settings.coupled, settings.runners_up,
-                                  nodes)
+        self.tape = Tape(batch, tokens, sizes.vocab_size, device, settings.coupled, settings.runners_up, nodes)
         self.params = self.tape.params
-        offload = None
-        if resident is not None and resident < len(config.full_layers):
-            offload = Offload(config, resident, batch=batch, capacity=self.capacity, interval=interval,
-                              device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
         # A block of a tree needs slots for its own rows, or for those of the level that runs ahead of it.
         ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
         self.cache = KVCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                              flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
-                             offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
-                             dtype=dtype, runs_on=runs_on)
+                             resident_layers=resident, piece=settings.piece_tokens, shared=shared,
+                             chunk_size=settings.scored_chunk_size, device=device, dtype=dtype, runs_on=runs_on)
         sources = make_sources(models, self.tape, settings, capacity=self.capacity, compiler=compiler)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=models.drafting, row_unit=row_unit, compiler=compiler)
-        self.pilot = Pilot(self.hierarchy, settings, group=target.group,
-                           shelf={} if shelf is None else shelf,
-                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
+        self.pilot = Pilot(self.hierarchy, settings, shelf={} if shelf is None else shelf,
+                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(
+                               self.cache.prefix.offload),
                            common_interval=settings.rebuild_interval or self._usual_rebuild_interval(
                                self.cache.prefix.streams, for_all=True), meter=meter)
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
@@ -163,10 +158,7 @@ class DecodeBatch:
         self.tape.tokens[row, known : stop + 1] = torch.tensor(tokens, dtype=torch.int64)
         if start > self.cache.lens[row]:
             self.cache.spill_tail(row)
-        if stop > start:
-            self._compute(range(row, row + 1), start, [stop], on_progress)
-        else:
-            self._seat(row, stop)
+        self._compute(range(row, row + 1), start, [stop], on_progress)
         self._texts[row] += tokens
         self._prefilled(row, stop, start == self.base if fresh is None else fresh)
         self.is_whole = True
@@ -175,25 +167,18 @@ class DecodeBatch:
     def prefill_all(self, prompts: list[list[int]], on_progress=None) -> None:
         """`prefill` of every row, all of them new. Rows over a shared prefix go through the model side by side: it is
         read once for as many as a chunk of the prefill holds."""
-        done = 0
+        self.cache.prefix.packed, self.is_whole = None, False
         for rows in self._together(prompts):
-            count = len(rows)
+            def report(share, rows=rows):
+                on_progress((rows.start + share * len(rows)) / self.batch)
 
-            def report(share, begun=done, count=count):
-                on_progress((begun + share * count) / self.batch)
-
-            if count == 1:
-                self.prefill(rows.start, prompts[rows.start], on_progress and report)
-            else:
-                self.is_whole = False
-                some = prompts[rows.start : rows.stop]
-                self._write(rows, some)
-                stops = [len(prompt) - 1 for prompt in some]
-                self._compute(rows, self.base, stops, on_progress and report)
-                for row, stop in zip(rows, stops, strict=True):
-                    self._prefilled(row, stop, True)
-                self.is_whole = True
-            done += count
+            some = prompts[rows.start : rows.stop]
+            self._write(rows, some)
+            stops = [len(prompt) - 1 for prompt in some]
+            self._compute(rows, self.base, stops, on_progress and report)
+            for row, stop in zip(rows, stops, strict=True):
+                self._prefilled(row, stop, True)
+        self.is_whole = True
 
     def _write(self, rows: range, prompts: list[list[int]]) -> None:
         """Puts prompts on the tape that begin with the shared prefix."""
@@ -226,14 +211,15 @@ class DecodeBatch:
         cache, prefix, end = self.cache, self.cache.prefix, max(stops)
         wholes = [cache.whole(stop) for stop in stops]
         on_layer = partial(prefix.score_layer, rows=rows, start=prefix.base, stops=wholes)
-        blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
-                                keep_queries=True, on_layer=on_layer)
-        try:
-            self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
-                                cache_only=True)
-        finally:
-            if prefix.offload is not None:
-                prefix.offload.close_work()
+        if end > start:
+            blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
+                                    keep_queries=True, on_layer=on_layer)
+            try:
+                self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
+                                    cache_only=True)
+            finally:
+                if prefix.offload is not None:
+                    prefix.offload.close_work()
         for row, stop in zip(rows, stops, strict=True):
             self._seat(row, stop)
 

@@ -117,8 +117,7 @@ class Hierarchy:
                                   compiler=compiler)
             self.drafters = {"retrieval": self.inner, **sources}
         self.outer = Verifier(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
-                              drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
-                              row_unit=row_unit, compiler=compiler)
+                              drafters=self.drafters, keep_queries=True, row_unit=row_unit, compiler=compiler)
 
     @property
     def gathering(self) -> RetrievalView | None:
@@ -133,7 +132,6 @@ class Hierarchy:
             lengths: settled tokens of each row.
             meanwhile: called while the device works.
         """
-        self._check(plan)
         clock = Clock(self.compiler, self.outer.length.device)
         if self.group is not None:
             self.outer.outbox.tell(self._last)
@@ -167,17 +165,6 @@ class Hierarchy:
         if self.inner is not None:  # two drafted tokens run the steps that more would
             plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
         return plans
-
-    def _check(self, plan: DraftPlan) -> None:
-        """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""
-        if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
-            raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
-        inner_rows = self.inner.rows if self.inner is not None else 1
-        if plan.branches and not (plan.retrieval and self.outer.tree.size):
-            raise ValueError(f"{plan} has branches, which need a retrieval level, and blocks of a tree_size")
-        if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
-            raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
-                             "rows; raise block_size or gamma_inner")
 
     def prefill(self, row: int, length: int, fresh: bool) -> None:
         """The target's cache holds the first `length` tokens of a row, and its last queries."""

@@ -54,11 +54,7 @@ class Nodes:
         return shape_for(spine, length, self.tree.size, self.tree.spine - 1, self.width)
 
     def set(self, shape: Shape) -> None:
-        """Gives the tree this shape, without waiting for the device.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Gives the tree this shape, which fits it (see `shape_for`), without waiting for the device."""
         if shape == self.shape:
             return
         table = torch.from_numpy(np.concatenate([part.ravel() for part in self._tables(shape)]))
@@ -74,11 +70,9 @@ class Nodes:
         paths = np.arange(size)[:, None] - np.arange(longest)  # right for the spine; unused rows may have any
         depths[: 1 + shape.spine] = anchors[: 1 + shape.spine] = np.arange(1 + shape.spine)
         first, here, following = [], [[] for _ in range(longest)], [[] for _ in range(longest)]
-        for row in range(1 + shape.spine, min(shape.rows, size)):
+        for row in range(1 + shape.spine, shape.rows):
             parent, rank = shape.follows(row), shape.rank(row)
             depths[row], distances[row] = depths[parent] + 1, distances[parent] + 1
-            if depths[row] >= longest:
-                break
             paths[row, 1:] = paths[parent, :-1]
             if distances[row] == 1:
                 anchors[row] = depths[row]
@@ -88,10 +82,6 @@ class Nodes:
             if parent not in here[step]:
                 here[step].append(parent)
             following[step].append((row, here[step].index(parent), rank))
-        widest = max(map(len, here))
-        if shape.rows > size or depths.max() >= longest or widest > self.width:
-            raise ValueError(f"a tree of {shape.rows} rows, {depths.max()} deep and {widest} wide does not fit blocks "
-                             f"of {size} rows, {longest - 1} deep and {self.width} wide")
         self.steps = sum(map(bool, here))
         spare = np.array([size, 0, 1])  # of tables that are longer: written where nobody reads
         heads, members, found = (np.zeros(x.shape, np.int64) for x in (self._first, self._here, self._next))

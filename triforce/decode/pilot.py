@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..cache.views import COMMON
 from ..config import Settings
+from ..parallel import agreed
 from .controller import Controller, Costs, Rate
 from .drafters.ngram import NgramMeter
 from .plan import BRANCH, LENGTHS, PADDED, DraftPlan, Padding
@@ -18,7 +19,6 @@ from .tape import ACCEPTED, LEAF, MISSED
 from .verifier import RowRound
 
 if TYPE_CHECKING:
-    from ..parallel import Group
     from .hierarchy import Hierarchy, Round
     from .verifier import Verifier
 
@@ -34,15 +34,14 @@ class Pilot:
 
     Args:
         shelf: what earlier texts showed, by their circumstances. A text begins with it, and adds to it.
-        group: the ranks that must choose alike, or None.
         rebuild_interval: tokens between two choices of a row's view. common_interval: of the one that rows share.
         meter: gives the meter of what all rows share. None: it is made here.
     """
 
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, *,
-                 shelf: dict[tuple, tuple[Costs, dict[str, Rate]]], group: "Group | None",
-                 rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
-        self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
+                 shelf: dict[tuple, tuple[Costs, dict[str, Rate]]], rebuild_interval: int, common_interval: int,
+                 meter: Callable[[], NgramMeter] | None = None):
+        self.hierarchy, self.shelf = hierarchy, shelf
         self.auto = settings.auto and bool(hierarchy.drafters)
         self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
         self.padding = PADDED
@@ -90,9 +89,8 @@ class Pilot:
         longest, shortest = (-(-length // SAME_LENGTH) for length in (max(lengths), min(lengths)))
         name = (*self.padding, longest, shortest, len(lengths), prefix.base > 0, view and view.budget,
                 self.hierarchy.compiler.settings, *guessed.number)
-        costs, rates = self.shelf.get(name, (guessed, {}))
-        if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
-            costs, rates = self.group.agree((costs, rates))
+        # A guess, too: a rank without the draft does not know what it reads.
+        costs, rates = agreed(self.hierarchy.group, self.shelf.get(name, (guessed, {})))
         for rate in rates.values():
             rate.begin()
         gains = (lambda gamma: outer.tape.nodes.shape_for(gamma, BRANCH)[1]) if outer.tree.size else None

@@ -44,7 +44,6 @@ class SamplingParams:
 
     def __init__(self, batch: int, device, vocab_size: int = 1):
         self.logit_bias = torch.zeros(batch, vocab_size, device=device)
-        self._biased = False  # some of it is not 0
         for field in fields(Sampling):
             if field.metadata["dtype"] is None:
                 continue
@@ -52,45 +51,33 @@ class SamplingParams:
             dtype = getattr(torch, field.metadata["dtype"])
             setattr(self, field.name, torch.full((batch,), value, dtype=dtype, device=device))
         self._needed = Uses()
-        self.greedy = False  # any row
 
     @property
     def uses(self) -> Uses:
         """What steps do. Compiled code does all, since it serves any row."""
         return Uses() if is_compiling() else self._needed
 
-    def set(self, specialize: bool = True, **values) -> None:
+    def set(self, **values) -> None:
         """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Call it
-        before a text begins: the text's recorded steps keep those settings.
-
-        Args:
-            specialize: skip whatever no row needs, in code that is not compiled.
-        """
+        before a text begins: the text's recorded steps keep those settings."""
         columns = vars(Sampling(**values).rows(len(self.seed)))
         biases = columns.pop("logit_bias")
-        self._set_bias(biases)
+        check_biases(biases, self.logit_bias.shape[1])
+        self.logit_bias.zero_()
+        for row, bias in zip(self.logit_bias, biases, strict=True):
+            if bias:
+                row[torch.tensor(list(bias), device=row.device)] = torch.tensor(
+                    list(bias.values()), dtype=row.dtype, device=row.device)
         # Below this a float32 logit divided by the temperature overflows.
         columns["temperature"] = [max(one, 1e-6) if one > 0 else 0.0 for one in columns["temperature"]]
         for name, column in columns.items():
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
-        self.greedy = 0.0 in columns["temperature"]
         drawn = any(columns["temperature"])
-        self._needed = Uses() if not specialize else Uses(
-            greedy=self.greedy, drawn=drawn, top_k=drawn and any(columns["top_k"]),
+        self._needed = Uses(
+            greedy=0.0 in columns["temperature"], drawn=drawn, top_k=drawn and any(columns["top_k"]),
             top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]),
             logit_bias=any(biases))
-
-    def _set_bias(self, biases: list[dict[int, float]]) -> None:
-        """biases: of each row, by token."""
-        check_biases(biases, self.logit_bias.shape[1])
-        if self._biased:
-            self.logit_bias.zero_()
-        self._biased = any(biases)
-        for row, bias in zip(self.logit_bias, biases, strict=True):
-            if bias:
-                row[torch.tensor(list(bias), device=row.device)] = torch.tensor(
-                    list(bias.values()), dtype=row.dtype, device=row.device)
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -6,8 +6,6 @@ computed: the pending one.
 Shapes: B batch, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -24,25 +22,28 @@ DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
 BONUS, ACCEPTED, MISSED, LEAF = 0, 1, 2, 3
 
 
-@dataclass
 class Tape:
-    """What the levels of one batch of conversations share."""
+    """What the levels of one batch of conversations share.
 
-    tokens: Tensor  # [B, capacity]
-    origin: Tensor  # [B, capacity]: BONUS, ACCEPTED, MISSED or LEAF, for tokens that the inner level emitted
-    runners_up: Tensor  # [B, capacity, k]: what a drafter that draws would have drawn next instead; the leaves of trees
-    params: SamplingParams
-    vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
-    coupled: bool = False  # levels share their draws; else distributions are passed from level to level
-    nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
+    Args:
+        vocab_size: ids that the tokenizer can name; logits beyond are padding.
+        coupled: levels share their draws; else distributions are passed from level to level.
+        runners_up: how many are noted for each token.
+        nodes: where the full level checks trees: what the retrieval level grows.
 
-    @classmethod
-    def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
-                 leaves: int = 0, nodes: Nodes | None = None) -> "Tape":
-        tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-        runners_up = tokens.new_zeros(batch, capacity, leaves)
-        origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-        return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
+    Attributes:
+        tokens: [B, capacity].
+        origin: [B, capacity], BONUS, ACCEPTED, MISSED or LEAF, for tokens that the inner level emitted.
+        runners_up: [B, capacity, k], what a drafter that draws would have drawn next instead; the leaves of trees.
+    """
+
+    def __init__(self, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False, runners_up: int = 0,
+                 nodes: Nodes | None = None):
+        self.vocab_size, self.coupled, self.nodes = vocab_size, coupled, nodes
+        self.tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.origin = self.tokens.new_zeros(batch, capacity)  # in memory of its own, see `View`
+        self.runners_up = self.tokens.new_zeros(batch, capacity, runners_up)
+        self.params = SamplingParams(batch, device, vocab_size)
 
     def at(self, x: Tensor, index: Tensor) -> Tensor:
         """The entries at index [B, n] of each row of one of its tensors [B, capacity, ...]."""

@@ -102,8 +102,8 @@ class Verifier(Drafter):
     settled_count = False
 
     def __init__(self, model: Transformer, cache: KVCache, view: View, tape: Tape, *, level: int, tree: TokenTree,
-                 drafters: dict[str, Drafter], keep_queries: bool = False, keep_logits: bool = False,
-                 row_unit: int | None = None, compiler: Compiler):
+                 drafters: dict[str, Drafter], keep_queries: bool = False, row_unit: int | None = None,
+                 compiler: Compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
         rows = tree.spine
         self.row_unit = rows if row_unit is None or tree.branches else row_unit
@@ -113,7 +113,6 @@ class Verifier(Drafter):
         self.proposed_from, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_probs = not tape.coupled and any(drafter.emits_probs for drafter in drafters.values())
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_probs else None
-        self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
         # Hidden states of the last step, for whoever asks for its logits: they are small, and copied in every step.
         self.hidden = tape.buffer(tree.rows, model.config.dim, dtype=model.dtype) if level == FULL else None
@@ -163,19 +162,15 @@ class Verifier(Drafter):
     def _run(self, rows: int, probs: Tensor | None) -> None:
         """Runs a step, as a graph if that helps."""
         extent = self.view.extent
-        step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        step(*extent, rows, bool(self._awaiting), self.checked, probs)
-
-    @property
-    def _awaiting(self) -> list[int]:
-        return [] if self.gathering is None else self.gathering.awaiting
+        step = self.step if self._records(extent) else self._step
+        step(*extent, rows, self.gathering is not None, self.checked, probs)
 
     def _records(self, extent: Extent) -> bool:
         """Whether a step over an extent becomes a graph. A step that gathers for some rows does not: each set of rows
         would need its own graph."""
         if not isinstance(self.step, Graphed) or not self.view.worth_recording(extent):
             return False
-        return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
+        return self.gathering is None or len(self.gathering.awaiting) in (0, len(self.gathering.lens))
 
     def rows_of(self, plan: DraftPlan, num_drafted: Tensor) -> int:
         """Rows of the step that checks these.
@@ -254,8 +249,10 @@ class Verifier(Drafter):
             verdict, own_probs = self._match(tape, logits, block, tree, num_drafted, start), None
         else:
             draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
-            verdict, own_probs = self._verify(tape, logits[:, : n + 1], block[:, 1 : n + 1], draft_probs, num_drafted,
-                                        position)
+            own_probs = tape.probs(logits[:, : n + 1])
+            sample_u = tape.uniform(position, self.level, SAMPLE)
+            accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
+            verdict = verify_chain(block[:, 1 : n + 1], draft_probs, num_drafted, own_probs, accept_u, sample_u)
         beside, tokens = verdict.beside, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
         num_emitted = torch.minimum(verdict.num_accepted + beside + 1, self.limit - start)
@@ -270,7 +267,7 @@ class Verifier(Drafter):
             last = torch.where(beside > 0, LEAF, missed)[:, None]
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
             put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
-        self._keep(verdict.rows, logits, num_emitted)
+        self._keep(verdict.rows, num_emitted)
         if tree.branches:  # what was kept moves to the slots of its positions
             self.beside.copy_(beside)
             first = (start - self.cache.prefix.len)[:, None]
@@ -288,16 +285,6 @@ class Verifier(Drafter):
             self.outbox.write(tokens, verdict.rows[:, : n + 1], origins, counts, finite, ranks)
         self.length.copy_(start + num_emitted)
 
-    def _verify(self, tape: Tape, logits: Tensor, tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor,
-                position: Tensor):
-        """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and its own
-        distributions."""
-        n = tokens.shape[1]
-        own_probs = tape.probs(logits)
-        sample_u = tape.uniform(position, self.level, SAMPLE)
-        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-        return verify_chain(tokens, draft_probs, num_drafted, own_probs, accept_u, sample_u), own_probs
-
     def _match(self, tape: Tape, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
                start: Tensor) -> Verdict:
         """By coupled draws: logits [B, M, V] after block [B, M], which begins at start [B]. A level that drafts notes
@@ -314,13 +301,11 @@ class Verifier(Drafter):
         tape.note(position[:, : tree.spine], kept)
         return verdict
 
-    def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
+    def _keep(self, rows: Tensor, num_emitted: Tensor) -> None:
         """Keeps what others may ask for of this step, for the rows [B, n + 1] that its tokens were drawn from."""
         count, weight = rows.shape[1], self.cache.query_weight
         if self.tree.branches:  # otherwise each is its own
             self.drawn_from[:, :count] = rows
-        if self.logits is not None:
-            self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))
         if self.keep_queries:
             emitted = torch.arange(count, device=rows.device) < num_emitted[:, None]
             weight.copy_(torch.zeros_like(weight).scatter_add(1, rows, emitted.to(weight.dtype)))

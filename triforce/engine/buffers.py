@@ -21,7 +21,6 @@ import torch
 
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
-from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
@@ -86,10 +85,6 @@ class Buffers:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def begin(self) -> None:
-        """A call begins: what is held so far is not its own work."""
-        self._is_new = False
-
     def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> DecodeBatch:
         """A DecodeBatch for these prompts, the last one if it fits. Computes what they share."""
         needed, state = self._needed(ids, max_new_tokens), self.state
@@ -119,9 +114,9 @@ class Buffers:
         state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]  # for the statistics
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
-        """How many of these prompts run side by side. Over a shared prefix as many as fit do, even more than the
-        placement's number."""
-        size = self.placement.max_batch_size
+        """A call begins: how many of its prompts run side by side. Over a shared prefix as many as fit do, even more
+        than the placement's number."""
+        self._is_new, size = False, self.placement.max_batch_size  # what is held so far is not its own work
         base = self._of_prefix(prefix, ids) if prefix is not None else self._usable(ids) if self.settings.reuse else 0
         if base < (SHARED_FROM if prefix is None else 1) or len(ids) <= size:
             return size
@@ -317,14 +312,10 @@ class Buffers:
         if self.placement.offload:
             sizes = replace(sizes, resident_layers=self._resident(1, length, self._plan(settings, sizes)))
         self._check(self._plan_document(sizes), sizes)
-        offload, resident = None, sizes.resident_layers
         with torch.inference_mode(False):
-            if resident is not None and resident < len(config.full_layers):
-                offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
-                                  device=self.device, dtype=dtype, piece=settings.piece_tokens)
-            return KVCache(config, self.target.rope, batch=1, capacity=length, block_size=1, offload=offload,
-                           flush_interval=settings.flush_interval, device=self.device, dtype=dtype,
-                           chunk_size=settings.scored_chunk_size)
+            return KVCache(config, self.target.rope, batch=1, capacity=length, block_size=1, device=self.device,
+                           resident_layers=sizes.resident_layers, piece=settings.piece_tokens, dtype=dtype,
+                           flush_interval=settings.flush_interval, chunk_size=settings.scored_chunk_size)
 
     # -- a batch -------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Engine:
                  compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
         self.defaults, self.eos_ids = defaults or {}, tuple(eos_ids)
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
+        self.device = target.device
         self.compute_stream = compute_stream or ComputeStream(target.device)
         placement = replace(placement or Placement(), device=target.device).resolve()
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
@@ -107,10 +108,6 @@ class Engine:
     def num_parameters(self) -> int:
         """Of the whole target, over all ranks."""
         return self.target.config.num_parameters * self.target.config.num_shards
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
 
     def generate(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None,
                  num_samples: int | None = None, **options) -> "Generation | list":
@@ -339,7 +336,9 @@ class Engine:
             hidden = (self.target.prefill(row[None, base:], blocks)[:, length - base - last :]
                       for row in torch.tensor(rows, device=self.device))  # [1, S or last, dim] each
             found = torch.cat([self.target.output(one).float() for one in hidden])
-        return self.compute_stream.hand_out(found)
+        if found.is_cuda:  # its memory is kept until this thread's own stream is done with it
+            found.record_stream(torch.cuda.current_stream(self.device))
+        return found
 
     @contextlib.contextmanager
     def working(self):
@@ -352,7 +351,7 @@ class Engine:
         """Within, what this engine holds of its last text does not change: other threads of this program wait. The
         program's settings of PyTorch are out of force."""
         check_process()
-        with self.compute_stream.alone(), own_settings():
+        with self.compute_stream.lock, self.compute_stream.used(), own_settings():
             yield
 
     def encode_prompt(self, prompt, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
@@ -444,7 +443,6 @@ class Engine:
         # Names of this function: those of the module may be gone when Python ends, and closes what is left.
         is_ending, not_finite = sys.is_finalizing, NotFinite
         with self.working():
-            self.buffers.begin()
             size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
         for first in range(0, len(call.ids), size):
             group = call.part(first, min(first + size, len(call.ids)), sum(one.num_tokens for one in sessions))
@@ -517,7 +515,7 @@ class Engine:
         state.params.set(**sampling)
         # Greedy output and coupled draws promise equal bits, so their steps are padded. Steps that draft or check are
         # padded, too, where rows cost next to nothing, as on a GPU, or where each shape is compiled.
-        same_bits, compiles = state.params.greedy or self.settings.coupled, self.placement.compile is True
+        same_bits, compiles = state.params.uses.greedy or self.settings.coupled, self.placement.compile is True
         pads = compiles or self.device.type != "cpu"
         padding = Padding(plain=same_bits, drafts=same_bits or pads, inner=pads)
         # One text has one compiled shape. Several gain a seventh where a step that checks nothing is not padded. Ranks
@@ -532,10 +530,6 @@ class Engine:
         begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
-
-    def resolve_budget(self, prompt_len: int, sharing: int = 1) -> int:
-        """See `Settings.view_tokens`."""
-        return self.buffers.budget(prompt_len, sharing=sharing)
 
     def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -9,7 +9,7 @@ import torch
 from ..config import Placement, Settings, split, takes
 from ..cpu import pack_weights
 from ..errors import UserError
-from ..fp8 import check_copy, copy_bytes, fp8_copy
+from ..fp8 import check_copy, fp8_copy
 from ..hf import checkpoint as ckpt
 from ..hf.folders import find_draft, resolve
 from ..hf.tokenizer import Tokenizer
@@ -51,9 +51,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
-    parts = memory.weight_parts(local, draft_config, dtype)
-    if place.draft_dtype:
-        parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
+    parts = memory.weight_parts(local, draft_config, dtype, copies=place.draft_dtype is not None)
     together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
     if place.compile:  # its import takes seconds, and reading weights hardly needs Python

@@ -29,7 +29,7 @@ def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
     """The entries of the full level's last round, one a token, for each row. Waits for the device once. counts: tokens
     that the round emitted, row by row."""
     n = max(counts)
-    logits = _logits(level)[:, :n]  # [B, n, V and padding]
+    logits = logits_of(level)[:, :n]  # [B, n, V and padding]
     drawn = level.tape.probs(logits).log()
     own = logits[..., : level.tape.vocab_size]
     own = own.to(torch.promote_types(own.dtype, torch.float32)).log_softmax(-1)
@@ -41,10 +41,8 @@ def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
              for drawn, model, *rest in row[:count]] for row, count in zip(table, counts, strict=True)]
 
 
-def _logits(level: Verifier) -> Tensor:
+def logits_of(level: Verifier) -> Tensor:
     """The logits that the last step's tokens were drawn from, [B, S, V and padding]."""
-    if level.logits is not None:
-        return level.logits[:, : level.num_rows]
     tree = level.tree.cut(level.num_rows)
     logits = level.model.output(level.hidden[:, : tree.rows].contiguous())
     if not tree.branches:

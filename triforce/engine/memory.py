@@ -17,7 +17,7 @@ from ..cache.views import common_queries
 from ..config import VIEWS, Placement, Settings
 from ..decode.batch import DecodeBatch, Models, Sizes
 from ..errors import UserError
-from ..fp8 import LAYERS, linear_shape, work_bytes
+from ..fp8 import LAYERS, copy_bytes, linear_shape, work_bytes
 from ..model import ModelConfig, Transformer
 from ..runtime import free_memory
 from ..runtime.graphs import SPARE, Compiler, unreserved
@@ -98,12 +98,14 @@ def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: 
         for part in plan.parts if part.name.startswith(OF_DOCUMENT)))
 
 
-def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
-    """What `load` takes of a device, before there are sizes."""
+def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype,
+                 copies: bool = False) -> tuple[Part, ...]:
+    """What `load` takes of a device, before there are sizes. copies: with an fp8 copy of the target, which drafts."""
     remedies = ("--dtype",) if target.float8 is not None or target.num_experts else ("--dtype", "--weights fp8")
     models = [("target weights", target, remedies), ("draft weights", draft, ("--draft none",))]
-    return tuple(Part(name, sum(x.nbytes for x in _meta_model(config, dtype).parameters()), remedies)
-                 for name, config, remedies in models if config is not None)
+    parts = [Part(name, sum(x.nbytes for x in _meta_model(config, dtype).parameters()), remedies)
+             for name, config, remedies in models if config is not None]
+    return (*parts, *[Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",))] * copies)
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 _unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
 _locks: dict[torch.cuda.Stream, threading.RLock] = {}  # by the streams of `use_one_stream`
@@ -25,7 +24,7 @@ class ComputeStream:
 
     Attributes:
         cuda: the stream; None on a CPU.
-        lock: of `alone`: who records a step would record another thread's work with it.
+        lock: of the thread that computes: who records a step would record another thread's work with it.
     """
 
     def __init__(self, device: torch.device):
@@ -54,18 +53,6 @@ class ComputeStream:
                 yield
         finally:
             before.wait_stream(self.cuda)
-
-    @contextlib.contextmanager
-    def alone(self):
-        """`used`, by one thread at a time."""
-        with self.lock, self.used():
-            yield
-
-    def hand_out(self, x: Tensor) -> Tensor:
-        """A tensor of the stream, for that of this thread: its memory is kept until that is done with it."""
-        if self.cuda is not None:
-            x.record_stream(torch.cuda.current_stream(self.device))
-        return x
 
 
 def use_one_stream(device: torch.device) -> None:
