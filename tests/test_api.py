@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import triforce
 from triforce import UserError, api
+from triforce.api import drawn_from
 from triforce.hf.folders import TINY
 
 
@@ -34,7 +36,7 @@ def test_the_engine_is_kept_for_calls_that_want_the_same(monkeypatch):
     assert api.generate("b", chunk_size=4, gamma=3, seed=1)[0] is first  # whatever is asked of it, in any order
     seen = weakref.ref(first)
     for other in ({"gamma": 4, "chunk_size": 4}, {"gamma": 4, "chunk_size": 8}, {"gamma": 4},
-                  {"checkpoint": "other", "gamma": 4}):
+                  {"checkpoint": str(TINY / "draft"), "gamma": 4}):
         last, first = first, api.generate("a", **other)[0]
         assert first is not last and first.loading.items() <= other.items()
         assert first.checkpoint == other.get("checkpoint", "tiny")
@@ -116,5 +118,8 @@ def test_a_script_for_transformers_gets_its_answers():
     assert one[0, -1] == end and one.shape[1] <= len(long) + 4
     drawn = [ours.generate(ids[1:], max_new_tokens=12, do_sample=True, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    wide = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own, whatever `Engine.generate` has
+    assert drawn[0][0, len(long) :].tolist() == engine.generate(long, 12, seed=1, **wide).tokens
+    assert drawn_from(SimpleNamespace(defaults={"temperature": 0.0, "top_k": 9})) == {**wide, "top_k": 9}
     for wrong in ({"num_beams": 2}, {"length_penalty": 2.0}):
         refused(next(iter(wrong)), ours.generate, ids, **{**how, **wrong})

@@ -128,7 +128,7 @@ def test_eval_without_its_package(command, monkeypatch):
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),
     (["--prompt", "a", "--save-every", "9"], "add --save-prefix"),
     (["--interactive", "--prompt-file", "{book}", "--chat-template-kwargs", "{{}}"], "add --chat"),
-    (["--prompt", "a", "--chat", "--chat-template-kwargs", "{{x}}"], "argument --chat-template-kwargs: invalid"),
+    (["--prompt", "a", "--chat", "--chat-template-kwargs", "{{x}}"], "-kwargs: '{x}' is no JSON"),
     *(([*flags, "x"], f"{flags[0]} does not go with {flags[-1]}") for flags in (
         ["--prompts", "x", "--prompt"], ["--prompt", "a", "--prompt-file"], ["--interactive", "--question"],
         ["--prefix", "{book}", "--prompt"], ["--prefix", "{book}", "--chat-template"])),
@@ -314,6 +314,13 @@ def test_what_is_no_prompt_is_named_by_its_line(text, words, tmp_path, command):
     (file := tmp_path / "prompts.jsonl").write_text(text)
     out, errors = command("--prompts", str(file), "--device", "cpu", status=2)
     assert words in errors and not out
+
+
+def test_messages_of_a_line_are_not_cut(tmp_path, command):
+    (file := tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "b"}]}')
+    for flag, value in (("--prompt-len", "5"), ("--keep", "end")):
+        errors = command("--prompts", str(file), "--device", "cpu", flag, value, status=2).err
+        assert f"messages are not cut by {flag}; drop it, or give a prompt" in errors
 
 
 def test_an_error_fits_a_terminal(command, monkeypatch):

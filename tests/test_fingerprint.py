@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import refused
 from families import edit
 from safetensors.torch import load_file, save_file
 
+import triforce
 from triforce.hf.fingerprint import _combine, model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
@@ -76,6 +78,25 @@ def test_of_a_model_in_memory():
     assert len(seen) == 1 + len(list(model.parameters()))
     model.config = replace(model.config, rope_theta=7.0)
     assert weights_fingerprint(model) not in seen
+
+
+def test_what_a_folder_that_changed_has_is_another_models(folder, tmp_path, monkeypatch):
+    """Its engine saves as itself, wherever the program has gone, and `triforce.generate` reads the folder again."""
+    ids, how = list(range(5, 205)), {"device": "cpu", "draft": False}
+    monkeypatch.chdir(folder.parent)
+    engine, moved = triforce.load("draft", **how), triforce.load("draft", **how)
+    monkeypatch.chdir(TINY)  # which has another model of that name
+    moved.prefill(ids).save(tmp_path / "of.prefix")
+    assert len(triforce.load(folder, **how).open(tmp_path / "of.prefix")) == len(ids)
+
+    said = [triforce.generate(ids, folder, max_new_tokens=8, temperature=0.0, **how).tokens]
+    save_file({name: x.flip(0) for name, x in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+    said.append(triforce.generate(ids, folder, max_new_tokens=8, temperature=0.0, **how).tokens)
+    triforce.unload()
+    assert said[0] != said[1]
+    engine.prefill(ids).save(tmp_path / "old.prefix")
+    refused("another model", triforce.load(folder, **how).open, tmp_path / "old.prefix")
+    assert len(engine.open(tmp_path / "old.prefix")) == len(ids)
 
 
 def test_the_name_of_a_model(tmp_path):

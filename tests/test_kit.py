@@ -142,7 +142,12 @@ def test_what_this_machine_has_is_the_default(command, monkeypatch):
     (["check", "--prompt-file", "/no/such"], "cannot read"),
     (["check", "--qiuck"], "--qiuck is not a known flag"), (["check", "--device", "tpu"], "device 'tpu' is unknown"),
     (["check", "--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
-    (["check", "--prefix", "x"], "asks its own questions, in one process; drop --prefix"),
+    (["check", "--prefix", "x"], "asks its own questions; drop --prefix"),
+    *((["check", *flags], f"asks its own questions; drop {flags[0]}") for flags in (
+        ["--max-new-tokens", "9"], ["--batch-size", "4"], ["--no-speculation"], ["--keep", "end"], ["--stop", "x"])),
+    (["check", "--new", "1"], "--new (1) must be at least 2"),
+    *((["plan", "--prompt-len", "9", *flags], f"(--batch-size); drop {flags[0]}") for flags in (
+        ["--num-samples", "4"], ["--questions", "x"])),
 ])
 def test_mistakes_get_one_line(argv, text, command, monkeypatch):
     monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))

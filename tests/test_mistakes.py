@@ -11,6 +11,13 @@ from triforce.cli import run
 from triforce.engine.engine import Engine
 
 
+def nested(depth: int) -> list:
+    found = [5]
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 @pytest.fixture(scope="module")
 def tiny():
     return triforce.load("tiny", device="cpu")
@@ -23,7 +30,7 @@ def tiny():
     (lambda engine: engine.chat(streamer=4), "streamer is not a known option of a turn"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
     (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to each prompt"),
-    (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a turn.*drop it"),
+    (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a conversation.*drop it"),
     (lambda engine: engine.chat().send("x", prefix=3), "prefix is no option of a turn.* to `Engine.chat`"),
     (lambda engine: engine.chat(engine.prefill([1, 2]), chat_template="x"), "give the template to `prefill`"),
     (lambda engine: engine.generate("x", 3, prefix=engine.prefill([1, 2]), chat_template="x"),
@@ -45,6 +52,15 @@ def tiny():
     (lambda engine: engine.logits([[10**30]]), "outside the vocabulary of 4096"),
     (lambda engine: triforce.load("tiny", device="cpu", cache_dir=""), "'' is no name of a file or folder"),
     (lambda engine: triforce.load("tiny", device="cpu", retrieval="no"), "retrieval .'no'. must be True or False"),
+    *((lambda engine, name=name: engine.generate("x", 3, **{name: "no"}), f"{name} .'no'. must be True or False")
+      for name in ("speculate", "one_row", "ignore_eos")),
+    (lambda engine: engine.generate("x", 3, chat_template="{% bad"), "are for messages; drop them, or give messages"),
+    (lambda engine: engine.prefill("x", chat_template_kwargs={"a": 1}), "are for messages; drop them, or give mess"),
+    (lambda engine: engine.generate([{"role": "user", "content": "x"}], chat_template=5), "must be a text in Jinja"),
+    (lambda engine: engine.encode_prompt(nested(900)), "a prompt is text, a list of whole numbers"),
+    (lambda engine: triforce.AsTransformers(engine).generate([[5]], num_samples=2), "a prompt gets one answer"),
+    (lambda engine: triforce.AsTransformers(engine).generate([5]), r"input_ids .1. and attention_mask .1. must be"),
+    (lambda engine: triforce.AsTransformers(engine).generate([[5]], [[1, 1]]), r"attention_mask .1, 2. must be .B, S"),
 ])
 def test_it_is_told_in_a_line(tiny, call, message):
     refused(message, call, tiny)

@@ -212,8 +212,8 @@ def test_trees_are_chosen_where_a_verify_is_dear():
     ({"tree_size": 12}, "tree_size .12. must be at least twice block_size .8.*try a tree_size of 32"),
     ({"tree_size": 512, "block_size": 512, "flush_interval": 512},
      "tree_size .512. must be at least twice block_size .512.*try a block_size of 64"),
-    ({"tree_size": 516}, "tree_size .516. must be at most 512; try 512"),
-    ({"tree_size": -1}, "tree_size .-1. must be a whole number, at least 0")])
+    ({"tree_size": 513}, "tree_size .513. must be a whole number from 0 to 512; try 128"),
+    ({"tree_size": -1}, "tree_size .-1. must be a whole number from 0 to 512")])
 def test_what_does_not_fit_a_tree_is_refused(more, message):
     with pytest.raises(UserError, match=message):
         Settings(**{"tree_size": 64, "sampling": "coupled", **more}).resolve()

@@ -9,11 +9,19 @@ import torch
 from conftest import refused
 from reference import reference_filter
 
+from triforce.config import Sampling
 from triforce.decode import sampling
 from triforce.decode.sampling import SamplingParams, Uses, probabilities, sample, uniform
 
 USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None}
 INF = float("inf")
+
+
+def test_a_seed_that_is_not_given_is_drawn_even_in_a_list():
+    """And rows of a prompt count up from it."""
+    draw = iter([40, 50]).__next__
+    assert Sampling(seed=[None, 7, None]).rows(3, 2, draw).seed == [40, 41, 7, 8, 50, 51]
+    assert Sampling().rows(2, draw=lambda: 60).seed == [60, 61] and Sampling(seed=[None]).rows(1).seed == [0]
 
 
 def set_all(made, specialize=True, **values):

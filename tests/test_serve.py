@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from conftest import make_engine, random_prompt
+from conftest import make_engine, random_prompt, refused
 
 import triforce
 from triforce import UserError, serve
@@ -85,6 +85,9 @@ def test_what_a_request_may_ask_for(served, client):
     want = alone(engine, "The sea", 10, logprobs=2)
     assert told.token_logprobs == pytest.approx([one.model_logprob for one in want.logprobs], abs=1e-4)
     assert "".join(told.tokens) == want.text and all(len(one) == 2 for one in told.top_logprobs)
+    face = client.completions.create(prompt="\N{GRINNING FACE}", logprobs=20, temperature=0, **how)
+    likely = face.choices[0].logprobs.top_logprobs  # bytes that are no text among them
+    assert all(len(one) == 20 for one in likely) and any(x.startswith("bytes:\\x") for one in likely for x in one)
     more = client.completions.create(prompt="The sea", temperature=0, extra_body={"top_k": 3, "min_p": 0.1}, **how)
     assert more.choices[0].text == free.text
 
@@ -113,6 +116,14 @@ def post(served, path, body, key="a key"):
         return error.code, error.read().decode()
 
 
+@pytest.mark.parametrize("argv, says", [
+    (["--api-key", ""], "--api-key is empty"), (["--set", "group=1"], "--set group is not for a server"),
+    (["--set", "checkpoint=x"], "--set checkpoint is not for a server")])
+def test_what_no_server_starts_with(argv, says, monkeypatch):
+    monkeypatch.setattr(serve, "load", lambda *args, **how: pytest.fail("loaded"))
+    refused(says, serve.main, [*argv, "--port", "0"])
+
+
 @pytest.mark.parametrize("body, status, says", [
     (b"no json", 400, "no JSON object"), ({"model": "other", "prompt": "a"}, 404, "model 'other' is not here"),
     ({"prompt": ""}, 400, "prompt is missing or empty"), ({"prompt": "a", "max_tokens": 65}, 400, "from 1 to 64"),
@@ -129,6 +140,8 @@ def post(served, path, body, key="a key"):
     ({"prompt": "a", "messages": []}, 400, "messages ([])"),
     ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, 400, "seed (9223372036854775808)"),
     (rb'{"prompt": "a", "\ud800": 1}', 400, "ud800 (1) is not supported"),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_usage": "no"}}, 400, "'no'}) is not supported"),
+    (f'{{"prompt": {"[" * 900}5{"]" * 900}}}'.encode(), 400, "a prompt is text, a list of whole numbers"),
     ({"prompt": "a", "colour": "red"}, 400, "colour ('red') is not supported")])
 def test_what_is_refused(served, body, status, says):
     """In OpenAI's form, with the library's words; the server goes on."""

@@ -143,9 +143,10 @@ class Settings(Options):
         None, 0, 1, "with coupled sampling: runners-up that are checked beside each drafted token (default: 1 on a GPU "
         "for a batch of at most 2, where at most 4 query heads share a KV head; else 0)")
     leaves_inner: int | None = natural(None, 0, 3, "the same at the retrieval level (default: 3 on a GPU for 2 rows)")
-    tree_size: int = natural(
-        0, 0, 512, "with coupled sampling: rows of a verify that checks a tree, at most 512, in steps of 4. No path is "
-        "longer than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)")
+    tree_size: int = option(
+        0, "with coupled sampling: rows of a verify that checks a tree, at most 512, in steps of 4. No path is longer "
+        "than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)",
+        must(f"a whole number from 0 to {MOST_ROWS}; try 128", lambda x: is_whole(x) and 0 <= x <= MOST_ROWS), type=int)
     draft_cache: str | None = option(
         None, "tokens of its cache that the target drafts with: retrieval (default), what the newest tokens attend to, "
         "chosen again and again; query, what the pending token attends to, in each step and layer; snapkv, what the "
@@ -278,7 +279,6 @@ class Settings(Options):
             (size and not self.retrieval, f"tree_size ({size}) needs a retrieval level, which grows the tree; leave "
              "out one of tree_size and retrieval=False (--tree-size, --no-retrieval)"),
             (size and self.leaves, f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; drop one"),
-            (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
             (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}); try a "
              + (f"tree_size of {4 * block}" if 4 * block <= MOST_ROWS else "block_size of 64")),
             (cache not in VIEWS, f"draft_cache ({cache!r}) must be one of {', '.join(VIEWS)}"),
@@ -505,13 +505,11 @@ class Sampling:
         for field in dataclasses.fields(self):
             name, about, value = field.name, field.metadata, as_numbers(getattr(self, field.name))
             counts = name == "seed" and draw is not None
-            if counts and value is None:
-                value = draw()
             if isinstance(value, list) and len(value) not in (prompts, size):
                 raise UserError(f"{name} has {len(value)} values for {prompts} prompts and {size} answers; give one "
                                 "value, one a prompt, or one an answer")
             values = value if isinstance(value, list) else [value]
-            values = [about["neutral"] if one is None else one for one in values]
+            values = [one if one is not None else draw() if counts else about["neutral"] for one in values]
             for one in values:
                 about["check"](name, one)
             each = size // len(values)

@@ -251,7 +251,10 @@ class Server:
         prompts = await self.encoded([messages], chat_template_kwargs=variables)
         usual = max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
         limit = body.get("max_completion_tokens", body.get("max_tokens", usual))
-        logprobs = body.get("top_logprobs") or 0 if body.get("logprobs") else None
+        wants = body.get("logprobs", False)
+        if not isinstance(wants, bool) or body.get("top_logprobs") and not wants:
+            raise Refused(f"logprobs ({wants!r}) must be true or false, and true for top_logprobs", param="logprobs")
+        logprobs = body.get("top_logprobs", 0) if wants else None
         return await self.respond(request, body, prompts, True, limit, logprobs)
 
     async def encoded(self, prompts: list, **how) -> list[list[int]]:
@@ -273,7 +276,8 @@ class Server:
         body = {ascii(name)[1:-1]: one for name, one in body.items() if one is not None and name not in SILENT}
         for name, value in body.items():
             kinds = {"stream": bool, "stream_options": dict}.get(name, object)
-            wrong = name in SAMPLING and isinstance(value, bool) or not isinstance(value, kinds)
+            wrong = name in SAMPLING and isinstance(value, bool) or not isinstance(value, kinds) or (
+                name == "stream_options" and not isinstance(value.get("include_usage", False), bool))
             if wrong or name not in KNOWN - others and value not in NEUTRAL.get(name, ()):
                 raise Refused(f"{name} ({value!r}) is not supported; leave it out", param=name)
         if body.get("model", self.name) != self.name:
@@ -425,7 +429,11 @@ class Shape:
 
 
 def as_text(token: bytes) -> str:
-    return token.decode("utf-8", "replace")
+    """As OpenAI names tokens: bytes that are no text of their own by their numbers, so that no two are alike."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def reason(result: Generation) -> str:
@@ -458,6 +466,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--max-choices", type=count, default=16, help="answers of a request, at most (default 16)")
     p.add_argument("--max-body", type=count, default=2**26, help="bytes of a request (default 64 MiB)")
     args = p.parse_args(argv)
+    if args.api_key == "":
+        raise UserError("--api-key is empty, and would let everybody in; give a key, or leave it out")
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # before the checkpoint is read
         place = socket.create_server((args.host, args.port), family=family)
@@ -467,6 +477,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in options.items():
         with contextlib.suppress(ValueError):
             options[name] = json.loads(value)
+    for name in options.keys() & {"checkpoint", "group"}:
+        raise UserError(f"--set {name} is not for a server, which is one process; --checkpoint names the model")
     options = {"draft": args.draft, "max_batch_size": args.max_batch_size, "cache_dir": args.cache_dir} | options
     options["draft"] = options["draft"] != "none" and options["draft"]
     engine = load(args.checkpoint, **options)

@@ -30,7 +30,7 @@ from ..hf.tokenizer import Tokenizer
 from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import COUNT, FILE, SWITCH, parse_both
+from .main import COUNT, FILE, SWITCH, parse, parse_both
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -41,8 +41,9 @@ RATES = {"cpu": 4e10 * torch.get_num_threads(), "cuda": 1e14}  # operations a se
 # float32 and rounds once. In float32 a thousand numbers are added in any order.
 HALF, FULL = (4.0, 1.5), (40.0, 16.0)
 # Flags of `triforce` that have no meaning here.
-OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interactive", "system", "prefix", "save_prefix",
-          "compare", "show_levels")
+OTHERS = ("prompt", "prompts", "batch_size", "prompt_len", "keep", "question", "questions", "num_samples",
+          "interactive", "system", "prefix", "save_prefix", "chat", "max_new_tokens", "stop", "stop_token_ids",
+          "ignore_eos", "logprobs", "no_speculation", "compare", "show_levels")
 FLAGS = (
     ("prompt-file", FILE, "the text to continue, repeated where it is too short (default: CPython's reference)"),
     ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU up to 122,880)"),
@@ -213,9 +214,14 @@ def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     own, args = parse_both(
         argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares logits with transformers, and "
         "greedy output with and without speculation; times both.", "triforce check --checkpoint FOLDER --lengths 512")
+    usual = parse([])
+    if other := next((name for name in OTHERS if getattr(args, name) != getattr(usual, name)), None):
+        raise UserError(f"triforce check asks its own questions; drop --{other.replace('_', '-')}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("triforce check asks its own questions, in one process; drop torchrun")
+    if own.new < 2:
+        raise UserError(f"--new ({own.new}) must be at least 2: the time a token is that of those after the first")
     args.max_new_tokens, args.prompt_len = own.new, None
-    if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
     Sampling(**request.given(args, Sampling)).rows(1)
     resolve(own.reference or args.checkpoint)
     return own, args

@@ -57,6 +57,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def json_value(text: str):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+
+
 FILE, COUNT, SWITCH = {"metavar": "FILE"}, {"metavar": "N", "type": count}, {"action": "store_true"}
 
 # Flags that are no options of config.py, by group: name, what argparse is told, help.
@@ -78,7 +85,7 @@ FLAGS = {
         ("prefix", FILE, "open a text that was saved, instead of a prompt"),
         ("chat", SWITCH, "send the text as a user's message, by the chat template"),
         ("chat-template", FILE, "Jinja file in place of the checkpoint's chat template"),
-        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads},
+        ("chat-template-kwargs", {"metavar": "JSON", "type": json_value},
          'what the template reads beside messages: {"enable_thinking": false}')),
     "generation": (
         ("max-new-tokens", {"type": int, "default": 256}, "most tokens of the output (default 256, alias --gen-len)"),

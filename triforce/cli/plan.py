@@ -127,6 +127,8 @@ def machine_of(device: str | None, of_gpu: str | None = None, of_host: str | Non
 def job_of(args, rows: int | None = None) -> Job:
     """args: of `triforce`. rows: prompts side by side; None: as many as the other flags say."""
     settings = Settings(**request.given(args, Settings))
+    if shares := request.first_given(args, "questions", "num_samples"):
+        raise UserError(f"a plan is for prompts that share nothing (--batch-size); drop {shares}, whose rows share one")
     if args.prompts is not None and rows is None:
         rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
     placement = Placement(**request.given(args, Placement), max_batch_size=rows or 1)

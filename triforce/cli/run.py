@@ -197,6 +197,8 @@ def encoded(engine, args, request: Request, item: dict) -> dict:
     question = item.get("question", args.question) or None
     with about(item.get("name")):
         if "messages" in item:
+            if cuts := first_given(args, "prompt_len", "keep"):
+                raise UserError(f"messages are not cut by {cuts}; drop it, or give a prompt")
             messages = asked(item["messages"], question) if question else item["messages"]
             ids, dropped = engine.encode_prompt(messages, **request.chat), 0
             engine.check_len(len(ids), args.max_new_tokens)

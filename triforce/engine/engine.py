@@ -24,11 +24,22 @@ from torch import Tensor
 
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
-from ..config import Placement, Sampling, Settings, as_count, as_numbers, check_biases, check_logprobs, split, takes
+from ..config import (
+    Placement,
+    Sampling,
+    Settings,
+    as_count,
+    as_numbers,
+    check_biases,
+    check_logprobs,
+    one_of,
+    split,
+    takes,
+)
 from ..decode.batch import DecodeBatch, Models
 from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from ..errors import NotFinite, TooLong, UserError
-from ..hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
+from ..hf.fingerprint import files_of, model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from ..hf.tokenizer import Tokenizer, is_messages
 from ..model import Transformer
 from ..parallel import agreed
@@ -82,7 +93,8 @@ class Engine:
                                partial(Prefix, self), kept)
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self._serving: Session | None = None  # whom the state belongs to
-        self._folder, self._identity = folder, None
+        self._folder, self._identity = folder and Path(folder).absolute(), None
+        self._files = folder and files_of(self._folder)
         belongs_here()
 
     def __repr__(self) -> str:
@@ -171,7 +183,7 @@ class Engine:
                 if agreed(group, holds_something(keep)):
                     reader = stack.enter_context(opened(keep, self))
             if messages is None:
-                ids = self.encode_prompt(document)
+                ids = self.encode_prompt(document, chat_template, chat_template_kwargs)
             else:  # a template that names the day gets the day of the beginning
                 begun = None if reader is None else reader.about["rendered_at"]
                 rendered_at = begun or agreed(group, datetime.now().isoformat(timespec="seconds"))
@@ -226,9 +238,11 @@ class Engine:
         """The fingerprints of model and tokenizer that a saved prefix must share with this engine, and a name."""
         if self._identity is None:
             folder, place, tokenizer = self._folder, self.placement, self.tokenizer
+            # A folder that was written to since `load` may hold another model than this engine.
+            is_as_read = self._files and files_of(folder) == self._files
             self._identity = {
-                "model": (weights_fingerprint(self.target) if folder is None else
-                          model_fingerprint(folder, place.max_seq_len, place.weights)),
+                "model": (model_fingerprint(folder, place.max_seq_len, place.weights) if is_as_read else
+                          weights_fingerprint(self.target)),
                 "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
                 "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
@@ -247,7 +261,9 @@ class Engine:
 
     def check_options(self, options: dict) -> None:
         """Raises UserError for what a turn of a conversation cannot be given."""
-        for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
+        if "num_samples" in options:
+            raise UserError("num_samples is no option of a conversation, which goes on with one answer; drop it")
+        for name in options.keys() & {"prefix", "chat_template"}:
             raise UserError(f"{name} is no option of a turn, but of the chat; drop it, or give it to `Engine.chat`")
         split(options, Sampling, what="option of a turn", known=generate_options())
 
@@ -358,6 +374,10 @@ class Engine:
                       rendered_at: str | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes. rendered_at: the time that the chat template is
         told, see `Prefix`; None: the present one."""
+        if not isinstance(chat_template, (str, type(None))):
+            raise UserError(f"chat_template ({reprlib.repr(chat_template)}) must be a text in Jinja; read its file")
+        if (chat_template, chat_template_kwargs) != (None, None) and not is_messages(prompt):
+            raise UserError("chat_template and chat_template_kwargs are for messages; drop them, or give messages")
         if isinstance(prompt, str):
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
@@ -398,6 +418,8 @@ class Engine:
             raise UserError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts; give one a prompt")
         check_keep(keep)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
+        for name, value in (("ignore_eos", ignore_eos), ("speculate", speculate), ("one_row", one_row)):
+            one_of(True, False)(name, value)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
         if ends:
@@ -575,7 +597,7 @@ def _as_ids(prompt) -> list[int]:
     """A list of whole numbers from a list, a tuple, a tensor or an array of one dimension."""
     try:
         return [operator.index(token) for token in as_numbers(prompt)]
-    except TypeError:
+    except (TypeError, RecursionError):
         raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
                         f"this one is {reprlib.repr(prompt)}") from None
 

@@ -5,12 +5,14 @@ changed by hand in a few places may go unseen.
 """
 
 import hashlib
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import together
 from .checkpoint import open_tensors, read_config
@@ -30,6 +32,14 @@ def model_name(folder: Path | None, architecture: str, num_parameters: int) -> s
     folder = Path(folder).resolve()
     in_cache = folder.parent.name == "snapshots"
     return f"{folder.parents[1].name.removeprefix('models--').replace('--', '/') if in_cache else folder.name}, {kind}"
+
+
+def files_of(folder: Path) -> list[tuple]:
+    """What tells whether a checkpoint's files are still those that were read: names, times and sizes."""
+    with suppress(OSError, UserError):
+        return [(str(path), (found := path.stat()).st_mtime_ns, found.st_size)
+                for path in (folder / "config.json", *find_weights(folder))]
+    return []
 
 
 def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weights: str | None = None) -> str:
