@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_run import wait_for_compiling  # noqa: E402
 from harness import append, device_name, read_rows, read_text, run_or_plot, starter  # noqa: E402
 
-from triforce.runtime.free_memory import ALLOCATOR, GROWING  # noqa: E402
+from triforce.cli.main import ALLOCATOR, GROWING  # noqa: E402
 
 PROCESS = """
 import json, sys, time

@@ -10,8 +10,7 @@ import pytest
 from conftest import ROOT, python
 
 from triforce import cli
-from triforce.cli.main import importing
-from triforce.runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
+from triforce.cli.main import ALLOCATOR, ALLOCATORS, GROWING, importing
 
 START = "import sys; from triforce.cli import main; sys.exit(main(sys.argv[1:]))"
 

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can mend. The command line prints its text and no traceback."""
+"""Mistakes that a user can mend: a command prints a `UserError`, and no traceback. And a parser of flags."""
 
 import argparse
 import difflib

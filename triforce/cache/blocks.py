@@ -282,7 +282,6 @@ class PrefillBlock:
             before += [attention.dense(q, *self.before)] if once else attention.by_powers(q, *self.before)
         return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
 
-
     def _in_window(self, q: Tensor) -> attention.State:
         """A layer with a window sees the newest keys, those of a shared prefix among them."""
         prefix, first = self.cache.prefix, max(self.start - self.cache.prefix.window + 1, 0)

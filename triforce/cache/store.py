@@ -2,7 +2,8 @@
 
 A forward pass is given a **block** of a store as its `kv`: some rows at consecutive positions. Built once a step, it
 holds what all layers share (angles, masks, slots). Its `layer(i)` adds what belongs to that layer alone, and has two
-methods. Each returns partial states, which the layer merges (see `attention.py`):
+methods (in a prefill also `close`, for a last layer that only fills its cache). Each returns partial states, which the
+layer merges (see `attention.py`):
 
 - `write(heads)` takes a layer's new keys and values in, and attends over what is small and of static shape. It is
   compiled together with the layer around it.

@@ -21,7 +21,6 @@ from ..config import Placement, Sampling, Settings
 from ..engine.keep import WAYS
 from ..errors import Parser, UserError, not_known
 from ..render import consoles, say
-from ..runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .request import read_request
 
 # `triforce download ...`; without one of them, it generates.
@@ -64,6 +63,9 @@ def json_value(text: str):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
 
 
+# What PyTorch takes its allocator's settings from, the first that is set; and the one that the commands choose.
+ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 FILE, COUNT, SWITCH = {"metavar": "FILE"}, {"metavar": "N", "type": count}, {"action": "store_true"}
 
 # Flags that are no options of config.py, by group: name, what argparse is told, help.

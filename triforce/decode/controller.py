@@ -22,9 +22,8 @@ def emitted(rate, drafted):
 
 
 class Rate:
-    """An acceptance rate over about the last hundred tests. At first a guess counts as four tests. With a draft that is
-    never right, 256 tokens then take 3 or 4% longer than without drafts. If the guess counted as ten tests, they would
-    take 5 to 7% longer.
+    """The chance that a drafted token is kept, from about the last hundred tests. At first a guess counts as four: with
+    a draft that is never right, 256 tokens then take 3 or 4% longer than without drafts, and 5 to 7% if it were ten.
 
     It gets the benefit of the doubt, half of a standard deviation: chance may make an estimate too low, the level would
     be left alone, and nothing would correct the estimate. An idle level is forgotten, half of it in IDLE_HALF tokens,

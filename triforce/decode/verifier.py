@@ -92,6 +92,7 @@ class Verifier(Drafter):
     """See the module.
 
     Args:
+        view: of the cache's keys and values, which this level attends to besides the tail.
         tree: of the largest block: the pending token and up to S - 1 drafted ones, with their leaves.
         level: keys the noise.
         drafters: those that may propose to this level, by name. All hear what is committed.
@@ -122,13 +123,13 @@ class Verifier(Drafter):
         self._nothing, self.beside = tape.buffer(), tape.buffer()
         # How many tokens were drafted, for `step`: one place for all drafters, else each would have graphs of its own.
         self.checked = tape.buffer()
-        self._compiled = compiler
-        self.step = self._compiled.step(self._step, num_lengths=2)
+        self.compiler = compiler
+        self.step = self.compiler.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # picks its tokens out of the next step's pieces
         # As a drafter: a graph serves any number of rounds. A round that is hardly tried is not worth one, its steps
         # are.
-        self._drafting_round = self._compiled.step(self._round, num_lengths=2, warm_up=4)
-        self._growing = self._compiled.step(self._grow, num_lengths=2)
+        self._drafting_round = self.compiler.step(self._round, num_lengths=2, warm_up=4)
+        self._growing = self.compiler.step(self._grow, num_lengths=2)
 
     @property
     def is_recorded(self) -> bool:
@@ -200,7 +201,7 @@ class Verifier(Drafter):
         return self.num_drafted
 
     def _grow(self, dense: int, longest: int) -> None:
-        compiled, nodes = self._compiled, self.tape.nodes
+        compiled, nodes = self.compiler, self.tape.nodes
         tokens = nodes.tokens[:, nodes.here()]
         extent = Extent(dense, longest)
         kv = TargetBlock(self.cache, self.view, self.proposed_from, nodes.growth, extent, False, compiled)
@@ -222,7 +223,7 @@ class Verifier(Drafter):
 
     def _step(self, dense: int, longest: int, rows: int, gathers: bool, num_drafted: Tensor,
               probs: Tensor | None) -> None:
-        compiled, tree = self._compiled, self.tree.cut(rows)
+        compiled, tree = self.compiler, self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Verifier._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest),

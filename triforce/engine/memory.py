@@ -25,8 +25,8 @@ from ..runtime.graphs import SPARE, Compiler, unreserved
 # Tokens of a view where memory decides: few sizes, since each has its own compiled steps. With smaller ones more rows
 # would fit, and would hardly draft.
 VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-# Of a prefill.
-OF_DOCUMENT = ("KV cache", "sliding windows", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")
+# The parts of a plan that a document needs while it is read.
+DOCUMENT_PARTS = ("KV cache", "sliding windows", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: 
     return replace(plan, parts=tuple(
         replace(part, name=f"{part.name} of the document",
                 remedies=tuple(one for remedy in part.remedies for one in useful.get(remedy, [remedy])))
-        for part in plan.parts if part.name.startswith(OF_DOCUMENT)))
+        for part in plan.parts if part.name.startswith(DOCUMENT_PARTS)))
 
 
 def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype,

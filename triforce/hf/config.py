@@ -83,7 +83,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows and not oss else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields, oss) if oss or moe else {}),
-        dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
+        dtype=one_value({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # published without one
     )
     _check_shapes(config, fields)
@@ -111,7 +111,7 @@ def refuse(fields: Fields, keys: tuple[str, ...]) -> None:
             raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model without it")
 
 
-def agreed(spellings: dict):
+def one_value(spellings: dict):
     """The value of a fact that has several spellings, or None. Two different values are refused."""
     given = {name: value for name, value in spellings.items() if value is not None}
     if any(value != other for value in given.values() for other in given.values()):
@@ -126,7 +126,7 @@ def _architecture(fields: Fields) -> str:
     architecture = named[0] if named else by_kind
     if architecture not in ARCHITECTURES.values():
         raise UserError(f"architecture {shown(architecture)} is not supported; use {', '.join(ARCHITECTURES.values())}")
-    agreed({"architectures": architecture, f"model_type {kind}": by_kind})
+    one_value({"architectures": architecture, f"model_type {kind}": by_kind})
     gemma = architecture == "Gemma3ForCausalLM"
     key, known = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
     if (act := fields.get(key, TEXT, known)) not in (known, known.replace("silu", "swish")):
@@ -169,7 +169,7 @@ def _gemma(fields: Fields, dim: int) -> dict:
 
 def _experts(fields: Fields, oss: bool) -> dict:
     """The fields of `ModelConfig` that say which MLPs a layer has. All layers have the same."""
-    count = agreed({key: fields.get(key, whole(1, 2**12), None) for key in EXPERTS}) or fields.get(
+    count = one_value({key: fields.get(key, whole(1, 2**12), None) for key in EXPERTS}) or fields.get(
         "num_experts", whole(1, 2**12))
     if (step := fields.get("decoder_sparse_step", whole(1, 2**10), 1)) != 1:
         raise UserError(f"decoder_sparse_step {step} is not supported: some layers have no experts; supported is 1")
@@ -199,22 +199,22 @@ def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None
         within = by_kind.part("sliding_attention")
         if _scaling(within, fields) is not None:
             raise UserError("a scaling in rope_parameters of sliding_attention is not supported; choose another model")
-        sliding = agreed({key: part.get(key, number(2, 1e15), None) for part, key in (
+        sliding = one_value({key: part.get(key, number(2, 1e15), None) for part, key in (
             (fields, "rope_local_base_freq"), (within, "rope_theta"))}) or PATTERNS[architecture][1]
         if "full_attention" in by_kind.values:
             parts["rope_parameters"] = by_kind.part("full_attention")
     for part in parts.values():
         refuse(part, LACKING_ROPE)
     spots = {"config.json": fields, **parts}
-    theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in spots.items()})
+    theta, share = (one_value({f"{name} in {key}": part.get(name, kind, None) for key, part in spots.items()})
                     for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
     scalings = {key: _scaling(part, fields) for key, part in parts.items()}
-    return theta, share, agreed(scalings) or RopeScaling(), sliding
+    return theta, share, one_value(scalings) or RopeScaling(), sliding
 
 
 def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
-    kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()})
+    kind = one_value({key: None if kind == "default" else kind for key, kind in kinds.items()})
     if rope.values.get("short_factor") and kind in (None, "su", "yarn"):  # as older Phi-3 configs call it
         kind = "longrope"
     if kind is None:
@@ -225,7 +225,7 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     inside, beside = (one.get("original_max_position_embeddings", WINDOW, None) for one in (rope, fields))
     if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
         inside = None
-    original = agreed({"original_max_position_embeddings in the scaling": inside,
+    original = one_value({"original_max_position_embeddings in the scaling": inside,
                        "original_max_position_embeddings beside it": beside}) or window
     by_windows = kind in ("yarn", "longrope")
     factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)

@@ -4,9 +4,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-# What PyTorch takes its allocator's settings from, the first that is set; and the one that the commands choose.
-ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # Of a control group, by version: where groups are mounted, the names of limits and of what is used, and the prefix of
 # counts in memory.stat that cover the groups below. Above memory.high Linux slows a group down until it hardly moves.
 VERSIONS = {"": ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""),
