@@ -235,7 +235,8 @@ class Settings(Options):
             leaves=leaves, tree_size=-(-self.tree_size // CPU_ROWS) * CPU_ROWS,
             leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
-            # No round goes past a flush, and on a GPU flushed tokens take one more kernel. A small view has no room.
+            # No round goes on past a flush, and on a GPU what was flushed takes a kernel more: flushes are to be rare.
+            # A view of few tokens has no room for as many.
             flush_interval=self.flush_interval or (256 if cuda and not 1 < (self.budget or 1) < 512 else 128),
             prefill_chunk_size=self.prefill_chunk_size or (8192 if cuda else 1024))
         made._check_fit(drafts, offload)
@@ -509,7 +510,7 @@ class Sampling:
                 raise UserError(f"{name} has {len(value)} values for {prompts} prompts and {size} answers; give one "
                                 "value, one a prompt, or one an answer")
             values = value if isinstance(value, list) else [value]
-            values = [one if one is not None else draw() if counts else about["neutral"] for one in values]
+            values = [(draw() if counts else about["neutral"]) if one is None else one for one in values]
             for one in values:
                 about["check"](name, one)
             each = size // len(values)

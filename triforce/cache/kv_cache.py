@@ -74,7 +74,8 @@ class KVCache(Store):
                  ahead: int | None = None, resident_layers: int | None = None, piece: int | None = None,
                  shared: PrefixStore | None = None, device, dtype, runs_on: torch.device | None = None):
         self.config, self.rope, self.group = config, rope, config.query_group
-        self.capacity, self.flush_interval, offload = capacity, flush_interval, None
+        self.capacity, self.flush_interval = capacity, flush_interval
+        offload = None
         if resident_layers is not None and resident_layers < len(config.full_layers):
             offload = Offload(config, resident_layers, batch=batch, capacity=capacity, interval=flush_interval,
                               device=device, dtype=dtype, piece=piece, runs_on=runs_on)

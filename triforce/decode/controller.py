@@ -176,7 +176,8 @@ class Controller:
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
-    # A plan with an unseen part has at most SHORT tokens, and half as many rounds of the view, or the part is small.
+    # A plan with a part that no round has shown has at most SHORT tokens, and half as many rounds of the view, unless
+    # the guess of that part is at most the share SMALL of the round.
     SHORT, SMALL = 4, 0.1
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,

@@ -66,7 +66,9 @@ def _possible(probs: Tensor, least: int) -> Tensor | None:
     """All words that have a probability, at least `least` words [B, n, K], in ascending order; None if they are
     many."""
     count = max(int((probs > 0).sum(-1).max()), least)
-    return None if count > probs.shape[-1] // 4 else probs.topk(count, dim=-1).indices.sort(-1).values
+    if count > probs.shape[-1] // 4:
+        return None
+    return probs.topk(count, dim=-1).indices.sort(-1).values
 
 
 def _first(times: Tensor, count: int) -> Tensor:

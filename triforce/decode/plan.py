@@ -37,7 +37,9 @@ class DraftPlan:
     @property
     def drafter(self) -> str | None:
         """The name of the drafter that proposes to the level that follows this plan."""
-        return None if self.gamma == 0 else "retrieval" if self.retrieval else self.source
+        if self.gamma == 0:
+            return None
+        return "retrieval" if self.retrieval else self.source
 
     @property
     def inner(self) -> "DraftPlan":

@@ -84,7 +84,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields, oss) if oss or moe else {}),
         dtype=one_value({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
-                      for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # published without one
+                         for key in ("dtype", "torch_dtype")}) or ("bfloat16" if oss else None),  # published without
     )
     _check_shapes(config, fields)
     quantization = fields.part("quantization_config")
@@ -226,7 +226,7 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
         inside = None
     original = one_value({"original_max_position_embeddings in the scaling": inside,
-                       "original_max_position_embeddings beside it": beside}) or window
+                          "original_max_position_embeddings beside it": beside}) or window
     by_windows = kind in ("yarn", "longrope")
     factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)
     given = {name: rope.get(name, kind, getattr(RopeScaling, name)) for name, kind in SCALING.items()}
