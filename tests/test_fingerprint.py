@@ -12,6 +12,7 @@ from families import edit
 from safetensors.torch import load_file, save_file
 
 import triforce
+from triforce.hf import checkpoint
 from triforce.hf.fingerprint import _combine, model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
@@ -126,3 +127,16 @@ def test_a_field_that_a_model_does_not_use_does_not_count():
     others = [replace(config, **more) for more in ({"pre_norm": False}, {"query_scale": 2.0}, {"activation": "gelu"},
                                                    {"sliding_layers": (1,)}, {"num_experts": 4})]
     assert len({_combine(one, []) for one in (config, *others)}) == 6
+
+
+def test_a_folder_that_is_written_to_while_it_is_read(folder, monkeypatch):
+    read = checkpoint.load_model
+
+    def overtaken(*args):
+        edit(folder, rope_theta=123.0)
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "load_model", overtaken)
+    refused("was written to while it was read; load it again", triforce.load, folder, device="cpu", draft=False)
+    monkeypatch.undo()
+    assert triforce.load(folder, device="cpu", draft=False).target.config.rope_theta == 123.0

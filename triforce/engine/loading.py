@@ -11,6 +11,7 @@ from ..cpu import pack_weights
 from ..errors import UserError
 from ..fp8 import check_copy, fp8_copy
 from ..hf import checkpoint as ckpt
+from ..hf.fingerprint import files_of
 from ..hf.folders import find_draft, resolve
 from ..hf.tokenizer import Tokenizer
 from ..model import ModelConfig
@@ -40,6 +41,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     place = place.resolve()
     device, longest = place.device, place.max_seq_len
     folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
+    files = files_of(folder)
     config, draft_config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights)), None
     if draft_folder is not None:
         draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
@@ -67,11 +69,18 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         for model in (target, draft) if place.compile is False else ():
             if model is not None:
                 pack_weights(model, resolved.block_size)
+        together(group, lambda: check_unchanged(folder, files))
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
         engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place, folder=folder,
                         compute_stream=stream)
     engine.eos_ids, engine.defaults = ckpt.eos_token_ids(folder), ckpt.generation_defaults(folder)
     return engine
+
+
+def check_unchanged(folder: Path, files: list[tuple]) -> None:
+    """Raises UserError if a checkpoint was written to since it had these files: what was read is of two models."""
+    if files_of(folder) != files:
+        raise UserError(f"{folder} was written to while it was read; load it again")
 
 
 def check_target(place: Placement, config: ModelConfig, device: torch.device | None = None) -> None:
