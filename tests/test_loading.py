@@ -6,9 +6,10 @@ import pytest
 from conftest import make_engine, random_prompt, refused
 
 import triforce
-from triforce.config import Settings
+from triforce.config import Placement, Settings
 from triforce.engine import memory
 from triforce.engine.engine import Engine
+from triforce.engine.memory import for_views
 from triforce.model import ModelConfig, Transformer
 
 
@@ -85,29 +86,47 @@ def engine_of(pair, **more) -> Engine:
     return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
 
 
-@pytest.mark.parametrize("offload, budgets", [
-    (False, {10: 1024, 16_384: 1024, 40_000: 1280, 65_536: 2048, 120_000: 3840, 10**6: 4096}),
-    (True, {10: 1024, 16_384: 1024, 40_000: 2560, 65_536: 4096, 120_000: 7680, 10**6: 8192})])
-def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
-    engine = engine_of(pair, offload=offload)
+def test_the_default_budget_is_a_share_of_the_prompt(pair):
+    budgets = {10: 1024, 16_384: 1024, 40_000: 1280, 65_536: 2048, 120_000: 3840, 10**6: 4096}
+    engine = engine_of(pair)
     assert {length: engine.buffers.budget(length) for length in budgets} == budgets
     assert engine_of(pair, retrieval=False).buffers.budget(10**6) == 0
     for rows in (2, 8):  # that read one view of what they share
         assert {length: engine.buffers.budget(length, sharing=rows) // 2 for length in budgets} == budgets
 
 
-def test_the_default_budget_from_host_memory_is_larger_where_it_is_small_beside_the_weights(pair):
+def test_the_default_budget_from_host_memory_is_what_memory_is_meant_for(pair):
     llama_2 = ModelConfig(32_000, 4096, 32, 32, 32, 128, 11_008)
     qwen = ModelConfig(151_936, 1536, 28, 12, 2, 128, 8960, tie_word_embeddings=True, qkv_bias=True)
     assert qwen.num_parameters == 1_543_714_304
     settings = Settings().resolve("cuda", offload=True)
     for shards in (1, 2):
         shard = replace(qwen, num_shards=shards, n_head=12 // shards, n_kv_head=2 // shards, ffn_dim=8960 // shards)
-        found = [settings.view_tokens(length, shard.weights_in_tokens) for length in (40_000, 80_000, 122_880)]
-        assert found == [5120, 10_240, 13_568]  # an eighth of the prompt, or what takes an eighth of the weights' bytes
-    assert settings.view_tokens(122_880, llama_2.weights_in_tokens) == 7680
-    engine = engine_of(pair, offload=True)
-    assert engine.buffers.budget(10**6) == max(8192, engine.target.config.weights_in_tokens // 8)
+        # Half of a prompt, or as much as half of the weights, or an eighth.
+        for offload, size, most in ((True, None, 54_016), ("auto", None, 13_568), (True, "9GiB", 13_568)):
+            room = for_views(Placement(offload=offload, resident_memory=size), shard)
+            found = [settings.view_tokens(length, room) for length in (40_000, 80_000, 122_880)]
+            assert found == [min(20_224, most), min(40_192, most), most]
+            assert settings.view_tokens(122_880, room, sharing=8) == most
+        assert settings.view_tokens(122_880, for_views(Placement(), shard)) == 3840
+    assert for_views(Placement(offload=True, num_resident_layers=3), llama_2) == llama_2.weights_in_tokens // 2
+    assert settings.view_tokens(122_880, for_views(Placement(offload="auto"), llama_2)) == 3840
+
+
+def test_a_view_from_host_memory_takes_what_is_free(pair, monkeypatch):
+    monkeypatch.setattr(ModelConfig, "weights_in_tokens", 6000)
+    engine, asked = engine_of(pair, offload=True), []
+
+    def within(parts_of, budget, free):
+        asked.append(budget)
+        return 512
+
+    monkeypatch.setattr(memory, "view_within", within)
+    states = []
+    for seed in (1, 2):
+        engine.generate(random_prompt(3000, seed=seed), 4)
+        states.append(engine.buffers.state)
+    assert states[0] is states[1] and states[0].budget == 512 and asked == [1536]  # once: half of a prompt
 
 
 def test_budgets_that_are_given(pair):

@@ -125,8 +125,8 @@ class Settings(Options):
         True, "a middle level checks drafts over a part of the cache; --no-retrieval leaves it out",
         one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
-        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096; "
-        "with offload 1/16, up to 8192, or 1/8, up to 1/8 of the weights. Twice as many where prompts share 512 tokens",
+        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, from 1024 to 4096, "
+        "twice as many where prompts share 512 tokens; with offload 1/2, up to 1/2 of the weights (see the guide)",
         must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
              lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
@@ -298,7 +298,7 @@ class Settings(Options):
         """Tokens of the view that drafts, for a prompt; 0 without one.
 
         Args:
-            offloaded: of a cache in host memory, the tokens whose K and V are as large as the weights.
+            offloaded: of a cache in host memory, the tokens that there is memory for, see `memory.for_views`.
             room: tokens that a row can hold; a view that holds them all is large enough.
             sharing: rows that read one view of what they share. It keeps fewer tokens of each.
         """
@@ -310,9 +310,8 @@ class Settings(Options):
             return min(self.budget, whole)
         if self.budget is None:
             # Beside a verify from the host, a dearer step that is right oftener pays, while it mostly reads weights.
-            share, most = (16, 8192) if offloaded else (32, 4096)
-            budget = max(min(-(-prompt_len // share), most), min(prompt_len, offloaded) // 8, 1024)
-            budget = -(-budget // 256) * 256 * min(sharing, 2)
+            budget = max(min(-(-prompt_len // 32), 4096), 1024) * min(sharing, 2)
+            budget = -(-max(budget, min(prompt_len // 2, offloaded)) // 256) * 256
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
@@ -380,6 +379,11 @@ class Placement(Options):
         None, "a folder for the keys and values of long prompts, which later prompts with the same beginning read")
     cache_dir_size: int | str = option("64GB", "bytes of all files in cache_dir; the newest stay (default 64GB)",
                                        lambda name, size: parse_size(size, name))
+
+    @property
+    def fills(self) -> bool:
+        """Whether an offloaded cache has as many layers on the device as memory allows."""
+        return self.num_resident_layers is None and (self.offload == "auto" or self.resident_memory is not None)
 
     def resolve(self) -> "Placement":
         """With device, compile and resident_memory decided. Raises UserError where fields clash or no device is."""

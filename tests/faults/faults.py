@@ -390,4 +390,10 @@ FAULTS = [
     Fault("options-unknown", "config:split", "a misspelling is ignored", cond("known", False, 2), "engine -k mistakes"),
     Fault("budget-offload", "config:Settings.view_tokens", "an offloaded cache has a resident one's budget",
           given(offloaded="0"), "loading -k default_budget"),
+    Fault("budget-fills", "engine.memory:for_views", "a view takes the memory of layers", const(8, 2),
+          "loading -k default_budget"),
+    Fault("budget-memory", "engine.buffers:Buffers._new", "an offloaded view is not cut to what is free",
+          name("offloads", "base", 2), "loading -k what_is_free"),
+    Fault("budget-wanted", "engine.buffers:Buffers._fits", "a view that was cut is made anew for each prompt",
+          name("_wanted", "_is_new"), "loading -k what_is_free"),
 ]

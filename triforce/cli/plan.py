@@ -73,16 +73,23 @@ def need(job: Job, machine: Machine) -> dict:
     free = None if machine.memory is None else machine.memory - memory.total(parts)
     needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
     capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)
-    budget = settings.view_tokens(job.prompt_len, target.weights_in_tokens if place.offload else 0, capacity)
+    budget = settings.view_tokens(job.prompt_len, memory.for_views(place, target), capacity)
     sizes = Sizes(job.rows, capacity, budget, min(one.vocab_size for one in (target, job.draft or target)))
+
+    def planned(sizes: Sizes) -> memory.MemoryPlan:
+        return memory.plan_memory(target, job.draft, settings, sizes, dtype, device)
 
     resident = layers = len(target.full_layers)
     if place.offload:
-        least = memory.plan_memory(target, job.draft, settings, replace(sizes, resident_layers=0), dtype, device)
+        sizes = replace(sizes, resident_layers=place.num_resident_layers or 0)
+        if settings.budget is None:
+            budget = memory.view_within(lambda view: planned(replace(sizes, budget=view)).parts, budget,
+                                        memory.less_spare(free, device))
+            sizes = replace(sizes, budget=budget)
         layer = memory.layer_bytes(target, job.rows, capacity, dtype)
-        resident = memory.resident_layers(place, layers, layer, least.parts, free, device)
+        resident = memory.resident_layers(place, layers, layer, planned(sizes).parts, free, device)
         sizes = replace(sizes, resident_layers=resident)
-    plan = memory.plan_memory(target, job.draft, settings, sizes, dtype, device)
+    plan = planned(sizes)
     parts += [*plan.parts, *[plan.host] * (device.type == "cpu" and plan.host.bytes > 0)]  # a CPU's is the same memory
     size, host = memory.total(parts), plan.host.bytes * machine.gpus  # of a device; of all ranks
     fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host_memory)))

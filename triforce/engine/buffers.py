@@ -59,6 +59,7 @@ class Buffers:
         self.state: DecodeBatch | None = None
         # What the rows of `state` share. A batch over a document never stands without it; it may outlast its batch.
         self.prefix: Prefix | None = None
+        self._wanted = 0  # the budget that `state` would have if memory allowed
         self._is_new = False  # what the rows share was computed for the present call
         self._shelf: dict = {}  # see `Pilot`
         compiled = placement.compile is not False
@@ -143,7 +144,7 @@ class Buffers:
         return rows
 
     def budget(self, prompt_len: int, capacity: int | None = None, sharing: int = 1) -> int:
-        offloaded = self.target.config.weights_in_tokens if self.placement.offload else 0
+        offloaded = memory.for_views(self.placement, self.target.config)
         return self.settings.view_tokens(prompt_len, offloaded, capacity, sharing)
 
     # -- what is shared ------------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ class Buffers:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        if not same or state.budget == self.budget(max(map(len, ids)), state.capacity):
+        if not same or self._wanted == self.budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._num_held(ids) > 0)
@@ -338,13 +339,16 @@ class Buffers:
         settings = self.settings_for(batch, shared=base > 0)
         self.release()  # before the new ones are planned
         sizes = self._sizes(settings, batch, base, needed, max(map(len, ids)))
-        if not base and self.placement.offload:
-            least = self._plan(settings, replace(sizes, resident_layers=0))
-            sizes = replace(sizes, resident_layers=self._resident(batch, sizes.capacity, least))
-        elif base and self.given.budget is None and (free := self._free()) is not None:
+        self._wanted, offloads = sizes.budget, not base and bool(self.placement.offload)
+        if offloads:
+            sizes = replace(sizes, resident_layers=self.placement.num_resident_layers or 0)
+        if (base or offloads) and self.given.budget is None:
             budget = memory.view_within(lambda view: self._plan(settings, replace(sizes, budget=view)).parts,
-                                        sizes.budget, free)
+                                        sizes.budget, self._free())
             sizes = replace(sizes, budget=agreed(self.target.group, budget))
+        if offloads:
+            resident = self._resident(batch, sizes.capacity, self._plan(settings, sizes))
+            sizes = replace(sizes, resident_layers=resident)
         self._check(self._plan(settings, sizes), sizes)
         if base:
             self.pack(shared.store)

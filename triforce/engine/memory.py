@@ -24,7 +24,7 @@ from ..runtime.graphs import SPARE, Compiler, unreserved
 
 # Tokens of a view where memory decides: few sizes, since each has its own compiled steps. With smaller ones more rows
 # would fit, and would hardly draft.
-VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
 # The parts of a plan that a document needs while it is read.
 DOCUMENT_PARTS = ("KV cache", "sliding windows", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")
 
@@ -193,17 +193,23 @@ def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch
     return max(min(capacity, (limit + settings.block_size) // interval * interval), needed)
 
 
-def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
+def for_views(place: Placement, config: ModelConfig) -> int:
+    """Tokens of the default view of an offloaded cache: what is as large as half of the weights. Or an eighth, where
+    layers are to lie on the device as well: each of them makes a verify shorter. 0: the cache is on the device."""
+    return config.weights_in_tokens // (8 if place.fills else 2) if place.offload else 0
+
+
+def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int | None) -> int:
     """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
     views = [budget, *(view for view in reversed(VIEW_SIZES) if view < budget)]
-    return next((view for view in views if total(parts_of(view)) <= free), views[-1])
+    return next((view for view in views if free is None or total(parts_of(view)) <= free), views[-1])
 
 
 def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
                     device: torch.device) -> int:
     """How many layers of an offloaded KV prefix stay on the device. layer: bytes of one; beside: what else the device
     holds; free: its bytes, None: nobody knows."""
-    if place.num_resident_layers is not None or place.offload is True and place.resident_memory is None:
+    if not place.fills:
         return place.num_resident_layers or 0
     room = [] if place.resident_memory is None else [place.resident_memory]
     if free is not None:
