@@ -23,7 +23,7 @@ is viewed whole, in order.
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -178,27 +178,27 @@ class RetrievalView(View):
         size = self.select_size
         return (chunks[..., None] * size + torch.arange(size, device=chunks.device)).flatten(2)
 
-    def _newest(self, i: int) -> tuple[Tensor, Tensor]:
-        """The queries that choose a view [H, m, D] and their weights [m]: the latest of layer i whose tokens were kept,
+    def _newest(self) -> tuple[Tensor, Tensor]:
+        """Which queries of each row choose a view [B, m], and their weights [B * m]: the latest whose tokens were kept,
         filled up by others of weight 0. Each row weighs 1 in all, or 0 if it brought no tokens."""
-        queries, weight = self.cache.queries[i], self.cache.query_weight  # [B, H, M, D], [B, M]
-        if not self.of_shared:
-            queries, weight = self._of_row(queries)[None], self._of_row(weight)[None]
+        weight = self._of_those_who_choose(self.cache.query_weight)  # [B, M]
         latest = torch.arange(1, weight.shape[1] + 1, device=weight.device) * weight
-        kept = latest.topk(common_queries(self.cache.newest, len(weight))).indices  # [B, m]
-        rows = torch.arange(len(weight), device=weight.device)[:, None]
-        weight, queries = weight[rows, kept], queries.transpose(1, 2)[rows, kept]  # [B, m, H, D]
-        weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
-        return queries.flatten(0, 1).transpose(0, 1), weight.flatten()
+        kept = latest.topk(common_queries(self.cache.newest, len(weight))).indices
+        weight = weight.gather(1, kept)
+        return kept, (weight / weight.sum(1, keepdim=True).clamp(min=1)).flatten()
 
-    def _scores(self, i: int) -> Tensor:
-        """Scores of layer i [K, chunks or tokens], -inf for those that cannot be chosen."""
-        is_chunk = self.kind.unit == "chunk"
-        keys = self._of_row((self.source.chunk_keys if is_chunk else self.source.k)[i])
-        keys = keys[:, : self.room // self.select_size]
-        queries, weight = self._newest(i)
-        mask = self._mask(keys.shape[1], self._of_row(self.source.own_len))
-        return chunk_scores(queries, keys, weight, mask, 0 if is_chunk else SMOOTHED)
+    def _scores(self) -> Iterator[Tensor]:
+        """Of each layer [K, chunks or tokens], -inf for those that cannot be chosen."""
+        is_chunk, (kept, weight) = self.kind.unit == "chunk", self._newest()
+        mask = self._mask(self.room // self.select_size, self._of_row(self.source.own_len))
+        for i in self.layers:
+            keys = self._of_row((self.source.chunk_keys if is_chunk else self.source.k)[i])[:, : len(mask)]
+            queries = self._of_those_who_choose(self.cache.queries[i]).take_along_dim(kept[:, None, :, None], 2)
+            yield chunk_scores(queries.transpose(0, 1).flatten(1, 2), keys, weight, mask, 0 if is_chunk else SMOOTHED)
+
+    def _of_those_who_choose(self, x: Tensor) -> Tensor:
+        """The entries of [B, ...]: of all rows for the view that they share, or else of the one that is chosen for."""
+        return x if self.of_shared else self._of_row(x)[None]
 
     def _mask(self, count: int, length: Tensor) -> Tensor:
         """Additive, over chunks or tokens [count]: 0 for those between sink and window, which may be chosen. length: of
@@ -213,7 +213,7 @@ class RetrievalView(View):
         source, row, chunks = self.source, self._row, self._of_row(self._chunks)
         prefix_len = self._of_row(source.own_len).long()
         if self.num_selected and self.layers:
-            scores = torch.stack([self._scores(i) for i in self.layers])
+            scores = torch.stack([*self._scores()])
             # One call for all layers: ten times faster on a GPU than one a layer.
             chunks = scores.topk(self.num_selected, -1, sorted=False).indices
             self._chunks[row] = chunks[None]  # [L, K, num_selected]
@@ -312,7 +312,7 @@ def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tens
 def shares(q: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
     """What each of queries [..., R, D] pays to each of keys [..., C, D], in all 1: [..., R, C] float32."""
     # Scaled first: the products of a Qwen2.5 overflow in float16.
-    return ((q * q.shape[-1] ** -0.5 @ keys.transpose(-1, -2)).float() + mask).softmax(-1)
+    return (q * q.shape[-1] ** -0.5 @ keys.transpose(-1, -2) + mask.to(q.dtype)).softmax(-1, dtype=torch.float32)
 
 
 def _in_words(x: Tensor) -> Tensor:
