@@ -375,6 +375,7 @@ def measured(args, setting: dict) -> list[dict]:
                 row = about | speed(engine, prompts, args)
                 harness.report(title, row, machine, args.out)
             rows.append(row)
+    engine.release()  # or the caches count as the next setting's memory, too
     return rows
 
 
