@@ -310,8 +310,8 @@ class Settings(Options):
             return min(self.budget, whole)
         if self.budget is None:
             # Beside a verify from the host, a dearer step that is right oftener pays, while it mostly reads weights.
-            budget = max(min(-(-prompt_len // 32), 4096), 1024) * min(sharing, 2)
-            budget = -(-max(budget, min(prompt_len // 2, offloaded)) // 256) * 256
+            budget = -(-max(min(-(-prompt_len // 32), 4096), 1024) // 256) * 256 * min(sharing, 2)
+            budget = max(budget, min(prompt_len // 2, offloaded) // 4096 * 4096)
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
