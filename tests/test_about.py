@@ -121,6 +121,9 @@ def test_prompts_with_questions_messages_and_seeds(folder, command, lines_of):
     one, same, other = lines_of(*chat)
     assert one["tokens"] == same["tokens"] and one["stats"]["load"] == same["stats"]["load"] > 0
     assert one["stats"]["prompt_len"] == same["stats"]["prompt_len"] > other["stats"]["prompt_len"]
+    (folder / "questions").write_text("Who?\n")
+    ask = ["--chat", "--prompt-file", str(path), "--questions", str(folder / "questions"), *FEW]
+    assert "line 1" not in (told := command(*ask, status=2).err) and "no chat template" in told  # no question's fault
     path.write_text('"Call me"\n{"messages": [{"role": "user", "content": "' + "b c " * 70_000 + '"}]}\n')
     shown = command(*chat, "--batch-size", "1", status=2)  # before the first is answered
     assert not shown.out and "error: line 2 of --prompts" in shown.err and "exceed the model's positions" in shown.err

@@ -302,7 +302,7 @@ def test_a_file_of_prompts(tmp_path, command):
 
 
 @pytest.mark.parametrize("text,words", [
-    ("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt"), ("42", "holds no prompt"),
+    ("not json", "line 1"), ('\n"a"\n{"text": "b"}', "line 3"), ("", "holds no prompt"), ("42", "holds no prompt"),
     ('"a"\n\n"' + "b c " * 70_000 + '"', "line 3 of"), ('{"prompt": "a", "seed": [1]}', "seed"),
     ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "no prompt, or two"),
     ('"a"\n{"prompt": "b", "seed": 99999999999999999999}', "line 2 of --prompts"),

@@ -1,14 +1,17 @@
 """Mistakes in Python that were tracebacks, or passed without a word: a line each, before anything is computed."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import make_engine, random_pair, random_prompt, refused
 
 import triforce
 from triforce import UserError
 from triforce.cli import run
 from triforce.engine.engine import Engine
+from triforce.model import Transformer
 
 
 def nested(depth: int) -> list:
@@ -67,9 +70,52 @@ def test_it_is_told_in_a_line(tiny, call, message):
 
 
 def test_what_makes_no_drafter_is_told():
+    refused("draft .5. must be a folder, a repository id", triforce.load, "tiny", draft=5, device="cpu")
     engine = make_engine(*random_pair(), draft=lambda tape: None)
     with pytest.raises(UserError, match="draft must make a Drafter of a Tape, and made None; see docs/extending.md"):
         engine.generate(random_prompt(40), 4)
+
+
+class Period(triforce.Drafter):
+    """What stood six tokens before, as if it had been drawn."""
+
+    def __init__(self, tape):
+        self.tape, self.num_drafted = tape, tape.buffer()
+
+    def propose(self, start, plan, probs):
+        place = start[:, None] + 1 + torch.arange(plan.gamma)
+        tokens = self.tape.tokens.gather(1, (place - 6).clamp(min=0))
+        self.tape.tokens.scatter_(1, place, tokens)
+        self.write(probs, tokens[..., None])
+        return self.num_drafted.fill_(plan.gamma)
+
+    def write(self, probs, tokens):
+        probs.zero_().scatter_(2, tokens, 1.0)
+
+
+@pytest.mark.parametrize("retrieval", [False, True])
+def test_what_a_drafter_forgets_to_write_biases_nothing(retrieval):
+    """Where it leaves what it wrote for other tokens, and where it writes nothing, so that no token is kept."""
+    class Stale(Period):
+        def write(self, probs, tokens):
+            probs.scatter_(2, tokens, 1.0)
+
+    class Forgetful(Period):
+        def write(self, probs, tokens):
+            pass
+
+    texts, kept = [], []
+    for drafter in (Period, Stale, Forgetful):
+        engine = make_engine(random_pair(vocab_size=16)[0], draft=drafter, gamma=3, retrieval=retrieval)
+        found = engine.generate(random_prompt(60, vocab_size=16) * 2, 80, temperature=1.0, top_p=1.0, seed=1)
+        texts.append(found.tokens)
+        kept.append(found.levels.count("custom"))
+    assert texts[0] == texts[1] and kept[0] == kept[1] > 0 == kept[2]
+
+
+def test_an_activation_that_there_is_none_of():
+    with pytest.raises(KeyError, match="mish"):
+        Transformer.random(replace(random_pair()[0].config, activation="mish"))
 
 
 def test_a_window_is_no_larger_than_its_row():

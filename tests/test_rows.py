@@ -107,7 +107,7 @@ def test_attention(heads, dtype, threads):
 
 @pytest.mark.parametrize("config", [
     {"n_head": 9, "n_kv_head": 3, "ffn_dim": 192, "qk_norm": True},  # as many heads as SmolLM2 has
-    {"n_head": 4, "n_kv_head": 1, "ffn_dim": 192, "nope_layers": (0,)},
+    {"n_head": 4, "n_kv_head": 1, "ffn_dim": 250, "nope_layers": (0,)},
     {"n_head": 4, "n_kv_head": 2, "ffn_dim": 192, "sliding_layers": (0,), "sliding_window": 200, "sliding_theta": 500.0,
      "post_norm": True, "shifted_norms": True, "qk_norm": True, "activation": "gelu", "embedding_scale": 8.0},
     *slow({"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960, "rotary_factor": 0.5}),

@@ -148,9 +148,8 @@ class Settings(Options):
         "than block_size - 1. It pays where a verify is slow: with offload (default 0: chains, with leaves)",
         must(f"a whole number from 0 to {MOST_ROWS}; try 128", lambda x: is_whole(x) and 0 <= x <= MOST_ROWS), type=int)
     draft_cache: str | None = option(
-        None, "tokens of its cache that the target drafts with: retrieval (default), what the newest tokens attend to, "
-        "chosen again and again; query, what the pending token attends to, in each step and layer; snapkv, what the "
-        "prompt's end attends to; streaming, the first and the newest")
+        None, "tokens that the target drafts with: those that the newest (retrieval, the default), the pending one "
+        "(query) or the prompt's end (snapkv) attend to, or the first and the newest (streaming)")
     chunk_size: int = natural(8, 1, 8, "tokens that are retrieved together (default 8)")
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
@@ -166,11 +165,10 @@ class Settings(Options):
     prefill_chunk_size: int | None = natural(
         None, 1, 2048, "tokens prefilled at a time (default: 1024; on a GPU 8192, and multiples of 128 are fastest)")
     piece_tokens: int | None = natural(
-        None, 1, 2048, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); a verify of more than "
-        "two such pieces a layer is not recorded as a CUDA graph")
+        None, 1, 2048, "tokens of an offloaded layer copied at a time (default: 64 MiB); two a layer fit a CUDA graph")
     reuse: bool = option(
-        True, "compute once what prompts of a call, or the last call's text, begin with in common; --no-reuse: each is "
-        "computed from its beginning", one_of(True, False), flag="--no-reuse", action="store_false")
+        True, "compute once what prompts of a call, and the last call's text, begin with in common; --no-reuse: never",
+        one_of(True, False), flag="--no-reuse", action="store_false")
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
 
@@ -285,8 +283,8 @@ class Settings(Options):
             (cache not in VIEWS, f"draft_cache ({cache!r}) must be one of {', '.join(VIEWS)}"),
             (cache != "streaming" and not self.retrieval, f"draft_cache ({cache!r}) is for a retrieval level, which "
              "retrieval=False (--no-retrieval) leaves out; drop one of them. A draft model keeps draft_window tokens"),
-            (self.retrieval and offload and cache == "snapkv", "draft_cache 'snapkv' chooses from a cache on the "
-             "device; use 'retrieval' or 'streaming' with offload"))
+            (self.retrieval and offload and cache in VIEWS and VIEWS[cache].unit == "token",
+             f"draft_cache {cache!r} chooses from a cache on the device; use 'retrieval' or 'streaming' with offload"))
         for is_broken, told in rules:
             if is_broken:
                 raise UserError(told)
@@ -366,9 +364,8 @@ class Placement(Options):
     num_resident_layers: int | None = natural(None, 0, 4, "of an offloaded cache, on the device (alias --on-chip)")
     resident_memory: int | str | None = option(None, "memory of the device for an offloaded cache, as bytes or 20GiB")
     weights: str | None = option(
-        None, "'fp8': the target's linear layers are rounded to fp8, a byte a weight, and all promises hold for the "
-        "rounded model. A GPU of compute capability 8.9 or later also multiplies in fp8. 'wide': a checkpoint's fp8 is "
-        "widened, which takes more memory. Default: as the checkpoint has them", one_of("fp8", "wide"))
+        None, "'fp8': linear layers are rounded to a byte a weight, and all promises hold for the rounded model; GPUs "
+        "of compute capability 8.9 also multiply so. 'wide': fp8 is widened. Default: as stored", one_of("fp8", "wide"))
     draft_dtype: str | None = option(
         None, "'fp8': the retrieval level drafts with an fp8 copy of the target, a byte a weight. The output stays "
         "exact. It needs a GPU of compute capability 8.9 or later", one_of("fp8"))
@@ -489,7 +486,8 @@ class Sampling:
         None, 0.0, "float32", "keep tokens of at least this chance, relative to the best (default: the checkpoint's)",
         lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
     seed: int | None = per_row(
-        None, 0, "int64", "of the random numbers; row i of a batch uses seed + i (default: drawn, and told)",
+        None, 0, "int64", "of the random numbers; row i of a batch uses seed + i (default: drawn, and told). It "
+        "repeats a text with coupled sampling, or with a number for gamma",
         lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits", int)
     logit_bias: dict | None = option(
         None, "added to the logits, before the temperature: {id: number} (on the command line ID=BIAS, may be "

@@ -293,7 +293,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
-        self.activate = nn.SiLU() if config.activation == "silu" else nn.GELU(approximate="tanh")
+        self.activate = {"silu": nn.SiLU(), "gelu": nn.GELU(approximate="tanh")}[config.activation]
         self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
 
     def forward(self, x: Tensor, is_prefill: bool = False) -> Tensor:

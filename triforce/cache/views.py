@@ -181,7 +181,7 @@ class RetrievalView(View):
     def _newest(self) -> tuple[Tensor, Tensor]:
         """Which queries of each row choose a view [B, m], and their weights [B * m]: the latest whose tokens were kept,
         filled up by others of weight 0. Each row weighs 1 in all, or 0 if it brought no tokens."""
-        weight = self._of_those_who_choose(self.cache.query_weight)  # [B, M]
+        weight = self.cache.query_weight if self.of_shared else self._of_row(self.cache.query_weight)[None]  # [B, M]
         latest = torch.arange(1, weight.shape[1] + 1, device=weight.device) * weight
         kept = latest.topk(common_queries(self.cache.newest, len(weight))).indices
         weight = weight.gather(1, kept)
@@ -193,12 +193,9 @@ class RetrievalView(View):
         mask = self._mask(self.room // self.select_size, self._of_row(self.source.own_len))
         for i in self.layers:
             keys = self._of_row((self.source.chunk_keys if is_chunk else self.source.k)[i])[:, : len(mask)]
-            queries = self._of_those_who_choose(self.cache.queries[i]).take_along_dim(kept[:, None, :, None], 2)
+            queries = self.cache.queries[i] if self.of_shared else self._of_row(self.cache.queries[i])[None]
+            queries = queries.take_along_dim(kept[:, None, :, None], 2)  # [B, H, m, D]
             yield chunk_scores(queries.transpose(0, 1).flatten(1, 2), keys, weight, mask, 0 if is_chunk else SMOOTHED)
-
-    def _of_those_who_choose(self, x: Tensor) -> Tensor:
-        """The entries of [B, ...]: of all rows for the view that they share, or else of the one that is chosen for."""
-        return x if self.of_shared else self._of_row(x)[None]
 
     def _mask(self, count: int, length: Tensor) -> Tensor:
         """Additive, over chunks or tokens [count]: 0 for those between sink and window, which may be chosen. length: of

@@ -169,8 +169,8 @@ def from_json(text: str | bytes):
 def read_items(flag: str, path: str, main: str) -> list[dict]:
     """The items of a file, one a line: objects in JSON, or strings, which stand for their field `main`. A line of
     questions may be plain text. Each object gets the "name" that it has in errors."""
-    text = read_file(flag, path).strip()
-    if isinstance(whole := from_json(text), list) or isinstance(whole, dict) and "\n" in text:
+    text = read_file(flag, path).rstrip()
+    if isinstance(whole := from_json(text), list) or isinstance(whole, dict) and "\n" in text.strip():
         raise UserError(f"{flag} {path} is one {type(whole).__name__} of JSON; write each {main} on a line of its own")
     items = [as_item(line.strip(), main, f"line {number} of {flag} {path}")
              for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -272,7 +272,7 @@ def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
     """Prefills what fits of the document beside the longest question. Returns it, and how many tokens were dropped."""
     longest = max(request.questions or [{"question": "", "name": "the text"}],
                   key=lambda item: len(engine.tokenizer.encode(item["question"])))
-    with about(longest["name"]):
+    with about(longest["name"], TooLong):
         document, ids, dropped = fitted(engine, args, request, request.document, longest["question"])
     options = {"keep": args.save_prefix, "keep_every": args.save_every} if args.save_every else {}
     if args.save_prefix is not None and not options:  # with options the prefill looks

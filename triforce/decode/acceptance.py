@@ -34,8 +34,8 @@ def of_chain(tokens: Tensor, num_accepted: Tensor) -> Verdict:
 
 
 def is_accepted(draft_prob: Tensor, target_prob: Tensor, u: Tensor) -> Tensor:
-    """Accepts with probability min(1, target_prob / draft_prob). Strict: a token of target_prob 0 never passes."""
-    return u * draft_prob < target_prob
+    """Accepts with probability min(1, target_prob / draft_prob). A token of probability 0 in either never passes."""
+    return (u * draft_prob < target_prob) & (draft_prob > 0)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

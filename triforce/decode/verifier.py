@@ -149,6 +149,8 @@ class Verifier(Drafter):
         self.view.run_ahead()
         if plan.gamma == 0:
             return self._nothing  # without speculation it is the same step, hence the same bits
+        if plan.drafter == "custom" and self.draft_probs is not None:
+            self.draft_probs.zero_()  # what it does not write must not be what it wrote before
         return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
 
     def check(self, plan: DraftPlan, num_drafted: Tensor, probs: Tensor | None = None) -> None:

@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import VIEW_SIZES, MemoryPlan, total
+from .memory import VIEW_SIZES, MemoryPlan, for_views, total
 from .prompt_cache import SHARED_FROM, Prefix, common_length
 from .prompt_cache_file import Altered, PrefixReader
 from .prompt_cache_folder import PromptCacheFolder
@@ -144,8 +144,7 @@ class Buffers:
         return rows
 
     def budget(self, prompt_len: int, capacity: int | None = None, sharing: int = 1) -> int:
-        offloaded = memory.for_views(self.placement, self.target.config)
-        return self.settings.view_tokens(prompt_len, offloaded, capacity, sharing)
+        return self.settings.view_tokens(prompt_len, for_views(self.placement, self.target.config), capacity, sharing)
 
     # -- what is shared ------------------------------------------------------------------------------------------------
 

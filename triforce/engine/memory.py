@@ -71,7 +71,7 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         Part("logits and probabilities", _probs_bytes(target, settings, batch, 1 if draft is None else 2, device),
              ("--batch-size",)),
         Part("choice of the view", _choice_bytes(target, settings, batch, own, base, dtype),
-             ("--draft-cache",) if settings.draft_cache == "snapkv" else ("--chunk-size", "block_size")),
+             ("--draft-cache",) if VIEWS[settings.draft_cache].unit == "token" else ("--chunk-size", "block_size")),
         Part("experts of a step", _experts_bytes(target, settings.tree.rows * batch, dtype),
              ("block_size", "--batch-size")),
         Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
@@ -147,7 +147,7 @@ def _choice_bytes(target: ModelConfig, settings: Settings, batch: int, own: int,
     """Scores by the newest queries: of all chunks, as products and twice in float32; or of all tokens, with their
     softmax and the part of it that counts; a layer at a time. The queries of all rows score what the rows share. For
     one of several rows, what is scored is copied, too."""
-    of_tokens = settings.draft_cache == "snapkv"
+    of_tokens = VIEWS[settings.draft_cache].unit == "token"
     if not settings.retrieval or not (settings.scored_chunk_size or of_tokens):
         return 0
 

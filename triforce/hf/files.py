@@ -52,12 +52,12 @@ def read_optional_json(path: Path) -> dict:
 
 
 @contextmanager
-def about(name: str | Path | None):
-    """Names a file, or a line of one, in a message about what it holds. None: nothing is named."""
+def about(name: str | Path | None, told: type[UserError] = UserError):
+    """Names a file, or a line of one, in a message about what it holds. None: nothing is named. told: in which ones."""
     try:
         yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}" if name else str(error)) from None
+    except told as error:
+        raise told(f"{name}: {error}" if name else str(error)) from None
 
 
 @contextmanager

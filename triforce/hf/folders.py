@@ -67,6 +67,8 @@ def find_draft(checkpoint: str | Path, draft) -> Path | None:
         return None
     if draft is None or draft is True:
         return TINY / "draft" if checkpoint == "tiny" else None
+    if not isinstance(draft, (str, Path)):
+        raise UserError(f"draft ({draft!r}) must be a folder, a repository id, 'ngram', False, or a maker of a Drafter")
     return resolve(draft)
 
 

@@ -37,8 +37,8 @@ class Drafter:
 
         Args:
             probs: [B, M, V], M > plan.gamma, written: row i the distribution that token i was drawn from, by
-                `Tape.draw`. A drafter of deterministic tokens writes a one at each and zeros beside it: the buffer
-                holds the last round's. None: nobody wants them, as with coupled sampling.
+                `Tape.draw`. A drafter of deterministic tokens writes a one at each, where it finds zeros (the library's
+                own find what they wrote before). None: nobody wants them, as with coupled sampling.
 
         Returns:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.
@@ -46,8 +46,8 @@ class Drafter:
         raise NotImplementedError
 
     def commit(self, length: Tensor) -> None:
-        """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new;
-        after a branch more, see `depart`.
+        """The tokens before index `length` [B] are kept. What was drafted from there on is void: the level that checks
+        has put one token there, two beside a leaf, and after a branch more, see `depart`.
 
         The level above may still reject some of them: a later call may name a smaller length, or the same one again. It
         comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.
@@ -65,7 +65,8 @@ class Drafter:
         self.prefill(row, length)
 
     def catch_up(self, lengths: list[int]) -> None:
-        """It drafts in the next round. lengths: settled tokens of each row, some perhaps of rounds without it."""
+        """It drafts in the next round. lengths: of each row the `start` of its next `propose`. It may wait for the
+        device."""
 
     def leave_out(self) -> None:
         """It does not draft in the next round."""
