@@ -159,7 +159,7 @@ class Verifier(Drafter):
         self.checked.copy_(num_drafted)
         self.num_rows = self.rows_of(plan, num_drafted)
         if self.tree.cut(self.num_rows).size and not plan.branches:
-            self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
+            self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))  # a chain alone
         self._run(self.num_rows, probs)
 
     def _run(self, rows: int, probs: Tensor | None) -> None:
