@@ -81,7 +81,7 @@ def test_the_demo_says_what_it_is(command):
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")  # other tests have imported them
 def test_commands_and_their_modules(capsys, monkeypatch):
-    """`triforce download`, `triforce convert`, and the modules by name: each runs, none does nothing."""
+    """`triforce download`, `triforce convert` and the like run, however the program is started."""
     def said(program, *argv):
         monkeypatch.setattr(sys, "argv", [program, *argv])
         with pytest.raises(SystemExit) as end:  # as Python runs a file, or a module behind -m
@@ -99,8 +99,6 @@ def test_commands_and_their_modules(capsys, monkeypatch):
             status, text = said(program, command, "--help")
             assert status == 0 and f"usage: triforce {command}" in text and max(map(len, text.splitlines())) < 80
             assert command not in ("plan", "check") or f"\n    triforce {command} " in text  # examples
-    for command in ("download", "convert"):
-        assert f"triforce {command}" in said(f"triforce.hf.{command}")[0]
 
 
 def test_eval_without_its_package(command, monkeypatch):

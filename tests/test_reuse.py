@@ -323,6 +323,19 @@ def test_a_conversation_keeps_its_turns(tiny_engine, computed):
     refused("empty", chat.send, " ")
 
 
+def test_turns_have_the_same_bits_with_drafts_and_without(pair):
+    """Whatever a last round brought beyond the limit: what it holds of that would be computed in other steps."""
+    told = []
+    for speculate in (True, False):
+        engine, text = make_engine(*pair, gamma=6), random_prompt(200, seed=1)
+        for turn in range(5):
+            out = engine.generate(text, 10 + turn, temperature=0.0, logprobs=0, speculate=speculate)
+            text = text + out.tokens + random_prompt(9, seed=turn)
+            told.append((speculate, out.logprobs, out.stats.reused_tokens))
+    assert [one[1:] for one in told[:5]] == [one[1:] for one in told[5:]]
+    assert told[-1][2] > 200
+
+
 @pytest.mark.parametrize("width", [3, 4, None])
 def test_what_ends_an_answer_is_not_what_was_said(tiny_engine, width):
     """Without a template, too, the next turn follows the answer's text: without a stop string of so many characters,

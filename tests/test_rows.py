@@ -166,3 +166,14 @@ def test_where_rows_are_not_even_padded_steps_have_all(owner, name, monkeypatch)
     target.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
     engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)
     assert seen == {8}
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_attention_over_few_keys(rows):
+    """As pieces of an offloaded prefix may end, in its layout on the host."""
+    for count in range(1, 32):
+        q = torch.randn(2, 2, 1, 64).repeat(1, 1, rows, 1)
+        k, v = torch.randn(2, 2, count, 2, 64).transpose(2, 3)
+        bias = torch.zeros(2, 1, rows, count)
+        for out, _ in (attention.masked(q, k, v, bias, long=True), attention.dense(q, k, v)):
+            assert torch.equal(out, out[:, :, :1].expand_as(out)), count

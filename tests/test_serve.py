@@ -117,10 +117,12 @@ def post(served, path, body, key="a key"):
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--api-key", ""], "--api-key is empty"), (["--set", "group=1"], "--set group is not for a server"),
-    (["--set", "checkpoint=x"], "--set checkpoint is not for a server")])
+    (["--api-key", ""], "--api-key or --host is empty"), (["--host", ""], "would let everybody in"),
+    (["--set", "group=1"], "--set group is not for a server"),
+    ([], "drop torchrun"), (["--set", "checkpoint=x"], "--set checkpoint is not for a server")])
 def test_what_no_server_starts_with(argv, says, monkeypatch):
     monkeypatch.setattr(serve, "load", lambda *args, **how: pytest.fail("loaded"))
+    monkeypatch.setenv("WORLD_SIZE", "2" if says.endswith("torchrun") else "1")
     refused(says, serve.main, [*argv, "--port", "0"])
 
 
@@ -193,6 +195,9 @@ def test_how_a_server_loads(monkeypatch, command, flags, asked):
 
 def test_keys_and_health(served):
     assert post(served, "/v1/completions", {"prompt": "a"}, key="another")[0] == 401
+    for path, status in (("/v1/nothing", 404), ("/v1/models", 405)):
+        said = post(served, path, {})
+        assert said[0] == status and path in json.loads(said[1])["error"]["message"]
     with urllib.request.urlopen(served[2] + "/health", timeout=20) as reply:
         assert json.loads(reply.read()) == {"status": "ok"}
 
@@ -212,6 +217,12 @@ def test_a_chat(served, client):
         assert found.message.content == result.text and len(found.logprobs.content) == len(result.tokens)
         pieces = [one.choices[0].delta.content or "" for one in client.chat.completions.create(stream=True, **how)]
         assert "".join(pieces) == result.text
+        parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the sea?"}]
+        how["messages"] = [{"role": "user", "content": parts}]
+        assert client.chat.completions.create(**how).choices[0].message.content == result.text
+        parts[1] = {"type": "image_url", "image_url": {"url": "x"}}
+        with pytest.raises(openai.BadRequestError, match="a part that is no text"):
+            client.chat.completions.create(**how)
 
 
 @pytest.mark.slow
@@ -253,7 +264,7 @@ def test_many_clients_over_three_documents(served, client, watched):
 
 
 def test_too_many_wait_and_an_end():
-    """More than may wait get status 429, and one that runs ends as it is where the server stops."""
+    """More than may wait get status 429, and one that the server's end cuts off is an error. Who is gone waits not."""
     engine = triforce.load("tiny", device="cpu")
     answers = Answers(engine, 1, Documents(engine, 0))
     got, begun = [], threading.Event()
@@ -264,17 +275,45 @@ def test_too_many_wait_and_an_end():
 
     ids = engine.tokenizer.encode("Once upon a time")
     law = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    jobs = [Job(ids, 2000, (), None, law, send, True) for _ in range(3)]
+    jobs = [Job(ids, 2000, (), None, law, send, True) for _ in range(4)]
     with pytest.raises(Refused, match="0 answers wait and 1 may"):
         answers.submit(jobs[:2])
+    answers.submit(jobs[3:])
+    jobs[3].is_cancelled.set()
     answers.submit(jobs[:1])
     answers.start()
     assert begun.wait(60)
     answers.stop()
     answers.join(60)
-    assert not answers.is_alive() and got[-1].finish_reason == "interrupted" and 0 < len(got[-1].tokens) < 2000
+    assert not answers.is_alive() and len(got) > 1 and all(isinstance(one, str) for one in got[:-1])
+    assert (got[-1].status, str(got[-1])) == (503, "the server is stopping")
     with pytest.raises(Refused, match="stopping"):
-        answers.submit(jobs[2:])
+        answers.submit(jobs[2:3])
+
+
+def test_what_fails_side_by_side_is_answered_alone(monkeypatch):
+    """Where memory is short for a group, say. What does not fit alone gets the error, and documents make room."""
+    engine = triforce.load("tiny", device="cpu", max_batch_size=3)
+    answers, got, sizes = Answers(engine, 9, Documents(engine, 2**30)), {}, []
+    answers.documents.held.append(engine.prefill(list(range(5, 700))))
+    stream = engine.stream
+
+    def short(prompts, *args, **how):
+        sizes.append((len(prompts), len(answers.documents.held)))
+        if len(prompts) > 1 or len(prompts[0]) > 60:
+            raise UserError("this needs more")
+        return stream(prompts, *args, **how)
+
+    monkeypatch.setattr(engine, "stream", short)
+    law, done = {"temperature": 0.0, "top_p": 1.0, "seed": 0}, threading.Semaphore(0)
+    answers.submit([Job(list(range(9, 9 + 30 * n)), 3, (), None, law,
+                        lambda item, n=n: (got.update({n: item}), done.release()), False) for n in (1, 2, 3)])
+    answers.start()
+    assert all(done.acquire(timeout=60) for _ in range(3))
+    answers.stop()
+    answers.join(60)
+    assert [len(got[n].tokens) for n in (1, 2)] == [3, 3] and str(got[3]) == "this needs more"
+    assert sizes == [(3, 1), (1, 0), (1, 0), (1, 0)]
 
 
 def test_documents_in_memory_and_in_files(tmp_path, pair):

@@ -44,7 +44,7 @@ HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 EMPTY = -1e30  # the lse of a part without keys. The flash kernel says inf
 # Rows of a KV head that the flash kernel takes as one; of few, keys in parts; of whole units: see `Parts`.
 BLOCK, FEW_BLOCKS, PARTS, UNIT = 64, 4, 16, 512
-FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
+FEWEST = 12  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
 # dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
 State = tuple[Tensor, Tensor]

@@ -185,11 +185,6 @@ class Settings(Options):
         return TokenTree(self.block_size, self.leaves, self.tree_size)
 
     @property
-    def tree_width(self) -> int:
-        """Rows that a step which grows a tree drafts after."""
-        return max(self.tree_size // 8, 4)
-
-    @property
     def runners_up(self) -> int:
         """Tokens that drafters note beside each drafted one."""
         return max(self.leaves, self.leaves_inner, FOLLOWERS - 1 if self.tree_size else 0)
@@ -370,8 +365,8 @@ class Placement(Options):
         None, "'fp8': the retrieval level drafts with an fp8 copy of the target, a byte a weight. The output stays "
         "exact. It needs a GPU of compute capability 8.9 or later", one_of("fp8"))
     draft_ranks: list[int] | None = option(
-        None, "ranks of torchrun that run the draft, rank 0 among them; several share it. Default: each runs all of it",
-        nargs="+", type=int, metavar="RANK")
+        None, "ranks of torchrun that share the draft, 0 among them. Default: each runs all of it", nargs="+", type=int,
+        metavar="RANK")
     cache_dir: str | Path | None = option(
         None, "a folder for the keys and values of long prompts, which later prompts with the same beginning read")
     cache_dir_size: int | str = option("64GB", "bytes of all files in cache_dir; the newest stay (default 64GB)",

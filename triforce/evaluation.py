@@ -151,8 +151,7 @@ class TriforceLM(TemplateLM):
         options = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         stop = [one for one in handle_stop_sequences(options.pop("until", None), eos=None) if one]
         count, sampling = options.pop("max_gen_toks"), {name: options.pop(name) for name in SAMPLING if name in options}
-        usual = drawn_from(self.engine) if options.get("do_sample") else {"temperature": 0.0}
-        sampling = usual | sampling
+        sampling = (drawn_from(self.engine) if options.get("do_sample") else {"temperature": 0.0}) | sampling
         unknown = {name: value for name, value in options.items() if name not in IGNORED}
         if unknown or options.get("num_beams", 1) != 1:
             raise UserError(f"generation options {options} are not supported; known are until, max_gen_toks, "

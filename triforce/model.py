@@ -339,8 +339,7 @@ class Transformer(nn.Module):
         self.config = config
         self.rope = RotaryEmbedding(config)
         # With a weight of its own, PyTorch makes no random numbers: on the meta device it would import its compiler.
-        self.embedding = nn.Embedding(config.vocab_rows, config.dim,
-                                      _weight=torch.empty(config.vocab_rows, config.dim))
+        self.embedding = nn.Embedding(config.vocab_rows, config.dim, _weight=torch.empty(config.vocab_rows, config.dim))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = make_norm(config, config.dim)
         self.output = nn.Linear(config.dim, config.vocab_rows, bias=False)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 import socket
 import threading
 import time
@@ -51,6 +52,7 @@ NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,),
 OPENAI = {"temperature": 1.0, "top_p": 1.0}  # where neither a request nor the checkpoint says otherwise
 MOST_LOGPROBS = 20
 GATHER = 0.05  # seconds that an idle engine waits for more requests beside the first
+STOPPING = "the server is stopping", 503, "server_error"
 
 
 class Refused(Exception):
@@ -89,12 +91,13 @@ class Answers(threading.Thread):
         super().__init__(name="triforce-answers", daemon=True)
         self.engine, self.most_waiting, self.documents = engine, most_waiting, documents
         self._waiting: deque[Job] = deque()
-        self._changed, self._stops = threading.Condition(), False
+        self._changed, self._stops, self._begun = threading.Condition(), False, False
 
     def submit(self, jobs: list[Job]) -> None:
         with self._changed:
             if self._stops:
-                raise Refused("the server is stopping", 503, "server_error")
+                raise Refused(*STOPPING)
+            self._waiting = deque(job for job in self._waiting if not job.is_cancelled.is_set())
             if len(self._waiting) + len(jobs) > self.most_waiting:
                 raise Refused(f"{len(self._waiting)} answers wait and {self.most_waiting} may; try again later", 429,
                               "rate_limit_error")
@@ -109,15 +112,24 @@ class Answers(threading.Thread):
 
     def run(self) -> None:
         while group := self._next():
-            try:
-                self._answer(group)
-            except Exception as error:  # of the engine, which goes on with the next group
-                told = error if isinstance(error, UserError) else Refused(
-                    f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
-                for job in group:
-                    job.send(told)
+            self._try(group)
         for job in self._waiting:
-            job.send(Refused("the server is stopping", 503, "server_error"))
+            job.send(Refused(*STOPPING))
+
+    def _try(self, group: list[Job], again: bool = True) -> None:
+        """Answers a group, or says why not. Where memory is short, documents make room, and each is answered alone."""
+        try:
+            self._answer(group)
+        except Exception as error:  # of the engine, which goes on with the next group
+            told = error if isinstance(error, UserError) else Refused(
+                f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
+            if again and told is error and not self._begun:
+                self.documents.held.clear()
+                for job in group:
+                    self._try([job], False)
+                return
+            for job in group:
+                job.send(told)
 
     def _next(self) -> list[Job]:
         """The job that waits longest, and others that can be answered beside it. Empty: the server stops."""
@@ -135,7 +147,7 @@ class Answers(threading.Thread):
             return group
 
     def _answer(self, group: list[Job]) -> None:
-        jobs = [job for job in group if not job.is_cancelled.is_set()]
+        jobs, self._begun = [job for job in group if not job.is_cancelled.is_set()], False
         if not jobs:
             return
         document, cached = self.documents.of([job.ids for job in jobs])
@@ -148,18 +160,19 @@ class Answers(threading.Thread):
         going = set(range(len(jobs)))
         try:
             for number, piece in stream:
+                self._begun = True  # something may have been sent
                 if piece and number in going and jobs[number].streams:
                     jobs[number].send(piece)
-                for other in list(going):  # one may have ended in this round, and its last piece not have come yet
-                    if jobs[other].is_cancelled.is_set() or self._stops:
-                        stream.cancel(other)
-                    if (result := stream.ended(other)) is not None:
-                        going.discard(other)
-                        jobs[other].send(result)
+                for i in list(going):  # one may have ended in this round, and its last piece not have come yet
+                    if jobs[i].is_cancelled.is_set() or self._stops:
+                        stream.cancel(i)
+                    if (end := stream.ended(i)) is not None:
+                        going.discard(i)
+                        jobs[i].send(Refused(*STOPPING) if self._stops and end.finish_reason == "interrupted" else end)
         finally:
             stream.close()
         for number in going:
-            jobs[number].send(stream.results[number])
+            jobs[number].send(Refused(*STOPPING) if self._stops else stream.results[number])
 
 
 class Documents:
@@ -185,14 +198,7 @@ class Documents:
             return self.held[-1].part(length), length
         of_file = kept.find(ids)[0] if (kept := self.engine.buffers.kept) is not None else 0
         ids = ids[: of_file or common]
-        try:
-            made = self.engine.prefill(ids)
-        except UserError:  # where memory is short, documents make room
-            if not self.held:
-                raise
-            self.held.clear()
-            made = self.engine.prefill(ids)
-        self.held.append(made)
+        self.held.append(made := self.engine.prefill(ids))
         while len(self.held) > 1 and sum(one.nbytes for one in self.held) > self.most_bytes:
             del self.held[0]
         return made, made.num_read
@@ -210,7 +216,9 @@ class Server:
     def app(self) -> Starlette:
         post = [Route(path, self.guarded(handler), methods=["POST"]) for path, handler in (
             ("/v1/completions", self.completions), ("/v1/chat/completions", self.chat))]
-        return Starlette(routes=[*post, Route("/v1/models", self.guarded(self.models)), Route("/health", self.health)])
+        return Starlette(routes=[*post, Route("/v1/models", self.guarded(self.models)), Route("/health", self.health)],
+                         exception_handlers=dict.fromkeys((404, 405), lambda request, error: Refused(
+                             f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()))
 
     def guarded(self, handler):
         async def answer(request: Request) -> Response:
@@ -241,14 +249,15 @@ class Server:
         if not prompt:
             raise Refused("prompt is missing or empty; give a text, ids, or a list of these", param="prompt")
         prompts = await self.encoded(prompt if several else [prompt])
-        return await self.respond(request, body, prompts, False, body.get("max_tokens", 16), body.get("logprobs"))
+        return await self.respond(request, body, prompts, False, body.get("max_tokens", min(16, self.most_tokens)),
+                                  body.get("logprobs"))
 
     async def chat(self, request: Request) -> Response:
         body = await self.body(request, {"prompt"})
         messages, variables = body.get("messages"), body.get("chat_template_kwargs")
         if not isinstance(messages, list) or not is_messages(messages):
             raise Refused("messages is missing or empty; give a list of {role, content}", param="messages")
-        prompts = await self.encoded([messages], chat_template_kwargs=variables)
+        prompts = await self.encoded([list(map(in_text, messages))], chat_template_kwargs=variables)
         usual = max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
         limit = body.get("max_completion_tokens", body.get("max_tokens", usual))
         wants = body.get("logprobs", False)
@@ -428,6 +437,15 @@ class Shape:
                             for token, value, top in rows]}
 
 
+def in_text(message: dict) -> dict:
+    """A message whose content is a text, where it is a list of parts that are texts."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise Refused("content has a part that is no text; give texts alone", param="messages")
+    return message | {"content": "".join(part["text"] for part in parts)}
+
+
 def as_text(token: bytes) -> str:
     """As OpenAI names tokens: bytes that are no text of their own by their numbers, so that no two are alike."""
     try:
@@ -466,8 +484,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--max-choices", type=count, default=16, help="answers of a request, at most (default 16)")
     p.add_argument("--max-body", type=count, default=2**26, help="bytes of a request (default 64 MiB)")
     args = p.parse_args(argv)
-    if args.api_key == "":
-        raise UserError("--api-key is empty, and would let everybody in; give a key, or leave it out")
+    if "" in (args.api_key, args.host):
+        raise UserError("--api-key or --host is empty, and would let everybody in; give one, or leave it out")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("triforce serve is one process; drop torchrun")
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # before the checkpoint is read
         place = socket.create_server((args.host, args.port), family=family)

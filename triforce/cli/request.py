@@ -32,7 +32,7 @@ CLASHES = {
     "show_levels": "questions num_samples system json"}
 # A flag, and others, one of which it needs.
 NEEDS = {"logprobs": "json prompts", "save_every": "save_prefix", "chat_template": "chat system prompts",
-         "chat_template_kwargs": "chat system prompts prefix"}
+         "chat_template_kwargs": "chat system prompts prefix", "cache_dir_size": "cache_dir", "piece_tokens": "offload"}
 # Fields of a line of a file of --prompts and of --questions.
 FIELDS = {"prompt": ("prompt", "messages", "question", "seed"), "question": ("question", "seed")}
 
@@ -55,7 +55,7 @@ def given(args, *classes: type) -> dict:
 
 def first_given(args, *names: str) -> str | None:
     """The first of these flags that was given."""
-    found = (name for name in names if getattr(args, name) not in (None, False))
+    found = (name for name in names if getattr(args, name, None) not in (None, False))
     return next((f"--{name.replace('_', '-')}" for name in found), None)
 
 

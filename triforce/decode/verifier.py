@@ -160,13 +160,9 @@ class Verifier(Drafter):
         self.num_rows = self.rows_of(plan, num_drafted)
         if self.tree.cut(self.num_rows).size and not plan.branches:
             self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))  # a chain alone
-        self._run(self.num_rows, probs)
-
-    def _run(self, rows: int, probs: Tensor | None) -> None:
-        """Runs a step, as a graph if that helps."""
         extent = self.view.extent
         step = self.step if self._records(extent) else self._step
-        step(*extent, rows, self.gathering is not None, self.checked, probs)
+        step(*extent, self.num_rows, self.gathering is not None, self.checked, probs)
 
     def _records(self, extent: Extent) -> bool:
         """Whether a step over an extent becomes a graph. A step that gathers for some rows does not: each set of rows

@@ -174,7 +174,7 @@ class Buffers:
         if not self.settings.reuse or len(ids) > 1 or state is None:
             return 0
         most = len(ids[0]) - 1 - state.cache.newest
-        held = max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
+        held = max(min(common_length(ids[0], state.texts()[0]), state.lens[0], state.told - 1, most), 0)
         return held if state.cache.prefix.holds(0, held, kept=True) else 0
 
     def _goes_on(self, held: int) -> bool:

@@ -121,6 +121,7 @@ class Session:
         """No round will follow: keeps the results, and lets go of the caches."""
         if self.state is not None:
             self.state.pilot.learn()
+            self.state.told = len(self.call.ids[0]) + len(self.outputs[0].tokens)
         self._results, self.state = self.results(), None
 
     def _result(self, row: int) -> Generation:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -169,7 +168,3 @@ def main(argv: list[str] | None = None) -> int:
         folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
     print(f"{folder} holds safetensors. Next:\n\n    triforce --checkpoint {folder}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit("this module is no command: run `triforce convert`")

@@ -99,7 +99,3 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, before)
     print(f"{folder} is complete. Next:\n\n    triforce --checkpoint {folder if args.out_dir else args.repo_id}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit("this module is no command: run `triforce download`")

@@ -111,12 +111,9 @@ class ModelDrafter(Drafter):
         self.head.copy_(start)
         self.num_drafted.fill_(plan.gamma)
         for i in range(plan.gamma):
-            self.step(self._rows(i), probs)
+            # Compiled steps have one size.
+            self.step(self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1, probs)
         return self.num_drafted
-
-    def _rows(self, i: int) -> int:
-        """Rows of the step that draws token i of a proposal. Compiled steps have one size."""
-        return self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
