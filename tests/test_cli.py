@@ -125,6 +125,8 @@ def test_eval_without_its_package(command, monkeypatch):
         ["--prompts", "/no"], ["--prompt-file", "/no"], ["--questions", "/no"], ["--chat", "--chat-template", "/no"])),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),
     (["--prompt", "a", "--save-every", "9"], "add --save-prefix"),
+    (["--prompt", "a", "--cache-dir-size", "1GB"], "add --cache-dir"),
+    (["--prompt", "a", "--piece-tokens", "64"], "add --offload"),
     (["--interactive", "--prompt-file", "{book}", "--chat-template-kwargs", "{{}}"], "add --chat"),
     (["--prompt", "a", "--chat", "--chat-template-kwargs", "{{x}}"], "-kwargs: '{x}' is no JSON"),
     *(([*flags, "x"], f"{flags[0]} does not go with {flags[-1]}") for flags in (
