@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 from conftest import make_engine, random_prompt, refused
 
 import triforce
-from triforce.config import Placement, Settings
+from triforce.config import Placement, Settings, split_view
+from triforce.decode.batch import Sizes
 from triforce.engine import memory
 from triforce.engine.engine import Engine
-from triforce.engine.memory import for_views
+from triforce.engine.memory import MemoryPlan, for_views
 from triforce.model import ModelConfig, Transformer
 
 
@@ -114,11 +116,11 @@ def test_the_default_budget_from_host_memory_is_what_memory_is_meant_for(pair):
 
 def test_a_view_from_host_memory_takes_what_is_free(pair, monkeypatch):
     monkeypatch.setattr(ModelConfig, "weights_in_tokens", 20_000)
-    model = Transformer.random(replace(pair[0].config, max_position_embeddings=16_384))
+    model = Transformer.random(replace(pair[0].config, max_position_embeddings=20_480))
     engine, asked = engine_of((model, None), offload=True), []
 
-    def within(parts_of, budget, free):
-        asked.append(budget)
+    def within(planned, sizes, settings, free):
+        asked.append(sizes.budget)
         return 512
 
     monkeypatch.setattr(memory, "view_within", within)
@@ -127,6 +129,22 @@ def test_a_view_from_host_memory_takes_what_is_free(pair, monkeypatch):
         engine.generate(random_prompt(length, seed=length), 4)
         states.append(engine.buffers.state)
     assert states[0] is states[1] and states[0].budget == 512 and asked == [4096]  # once: half of a prompt
+    monkeypatch.undo()
+    monkeypatch.setattr(ModelConfig, "weights_in_tokens", 20_000)
+    for length, budget in ((17_000, 8192), (9000, 4096)):
+        engine.generate(random_prompt(length, seed=length), 4)
+        assert engine.buffers.state.budget == budget
+
+
+@pytest.mark.parametrize("interval, chunk", [(128, 8), (384, 48), (1024, 8), (192, 96)])
+def test_a_view_that_memory_cuts_is_one_that_settings_allow(interval, chunk):
+    settings = Settings(flush_interval=interval, chunk_size=chunk).resolve("cuda", offload=True)
+    for free in range(0, 100_000, 700):
+        view = memory.view_within(lambda sizes: MemoryPlan((memory.Part("view", sizes.budget),), memory.Part("", 0)),
+                                  Sizes(1, 120_000, 48 * chunk * 20, 64), settings, free)
+        split_view(view, chunk, interval, 0.25)  # raises nothing
+        assert view <= max(free, 512, interval + 2 * chunk)
+    assert view == 48 * chunk * 20
 
 
 def test_budgets_that_are_given(pair):

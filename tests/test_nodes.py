@@ -7,6 +7,7 @@ import torch
 from conftest import make_engine, make_state, random_pair, random_prompt
 
 from triforce import UserError
+from triforce.cache import views
 from triforce.config import Settings
 from triforce.decode.acceptance import match_nodes
 from triforce.decode.controller import Controller, Costs
@@ -157,7 +158,7 @@ def test_branches_see_what_the_levels_see():
         torch.testing.assert_close(hidden[0], state.hierarchy.outer.hidden[0, here], rtol=1e-3, atol=1e-3)
 
 
-def test_views_are_chosen_by_the_queries_of_what_was_kept():
+def test_views_are_chosen_by_the_queries_of_what_was_kept(monkeypatch):
     """A tree has many more rows: the others' weigh nothing, and are left out."""
     state = make_state(*random_pair(std=0.15), [random_prompt(300)], rule="coupled", block_size=16, tree_size=64,
                        gamma=8, budget=48, flush_interval=32, sampling={"temperature": 1.0, "seed": [1]})
@@ -171,6 +172,10 @@ def test_views_are_chosen_by_the_queries_of_what_was_kept():
         [kept], weight = view._newest()
         assert len(kept) == 16 and int((weight > 0).sum()) == len(row.tokens)
         assert set(row.path) <= set(kept[weight > 0].tolist())
+        with monkeypatch.context() as patch:
+            patch.setattr(views, "chunk_scores", lambda queries, *how: queries)
+            asked = view._scores()
+        assert all(torch.equal(one, of[0][:, kept]) for one, of in zip(asked, state.cache.queries, strict=True))
     assert beside >= 5
 
 

@@ -336,6 +336,18 @@ def test_turns_have_the_same_bits_with_drafts_and_without(pair):
     assert told[-1][2] > 200
 
 
+def test_prompts_that_go_on_have_the_same_bits_with_drafts_and_without(pair):
+    """Where a round that went beyond the limit has flushed one interval more."""
+    found = []
+    for speculate in (True, False):
+        engine = make_engine(*pair, gamma=6, flush_interval=16, chunk_size=4, max_batch_size=2)
+        first = engine.generate(text := random_prompt(600, seed=1), 24, temperature=0.0, speculate=speculate)
+        asks = [text + first.tokens + random_prompt(40, seed=seed) for seed in (2, 3)]
+        both = engine.generate(asks, 6, temperature=0.0, logprobs=0, speculate=speculate)
+        found.append([(one.logprobs, one.stats.shared_tokens) for one in both])
+    assert found[0] == found[1] and found[0][0][1] > 600
+
+
 @pytest.mark.parametrize("width", [3, 4, None])
 def test_what_ends_an_answer_is_not_what_was_said(tiny_engine, width):
     """Without a template, too, the next turn follows the answer's text: without a stop string of so many characters,

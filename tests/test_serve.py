@@ -14,6 +14,7 @@ from conftest import make_engine, random_prompt, refused
 
 import triforce
 from triforce import UserError, serve
+from triforce.engine.output import Generation, Stats
 from triforce.serve import Answers, Documents, Job, Listening, Refused, Server
 
 DOCUMENTS = ["".join(f"Item {n}: the {word} has the number {n * k % 97}.\n" for n, word in enumerate(
@@ -315,6 +316,54 @@ def test_what_fails_side_by_side_is_answered_alone(monkeypatch):
     assert str(got[3]) == "this needs more" and not any(isinstance(got[n], Exception) for n in (1, 2))
     assert [len(got[n].tokens) for n in (1, 2)] == [3, 3]
     assert sizes == [(3, 1), (1, 0), (1, 0), (1, 0)]
+
+
+class Written:
+    """A stream of a piece, and then of an error or an end."""
+
+    def __init__(self, end):
+        self.end, self.results = end, [end]
+
+    def __iter__(self):
+        yield 0, "a piece"
+        if isinstance(self.end, Exception):
+            raise self.end
+
+    def ended(self, i):
+        return None
+
+    def cancel(self, i):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("end, told", [
+    (UserError("memory ran out"), "memory ran out"), (RuntimeError("broken"), "the engine failed: RuntimeError"),
+    (Generation("a piece", [5], "stop", Stats(1)), None)])
+def test_what_was_begun_is_told_once(monkeypatch, end, told):
+    """And an answer that is complete as the server ends is an answer."""
+    engine = triforce.load("tiny", device="cpu")
+    answers, got, calls, done = Answers(engine, 9, Documents(engine, 0)), [], [], threading.Event()
+
+    def send(item):
+        got.append(item)
+        if isinstance(item, str) and told is None:
+            answers.stop()
+        if not isinstance(item, str):
+            done.set()
+
+    monkeypatch.setattr(engine, "stream", lambda *args, **how: calls.append(1) or Written(end))
+    law = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    answers.documents.held.append(engine.prefill(list(range(5, 700))))
+    answers.submit([Job([9, 10, 11], 3, (), None, law, send, True)])
+    answers.start()
+    assert done.wait(60)
+    answers.stop()
+    answers.join(60)
+    assert got[0] == "a piece" and len(got) == 2 and len(calls) == 1
+    assert got[1] is end if told is None else told in str(got[1])
 
 
 def test_documents_in_memory_and_in_files(tmp_path, pair):

@@ -105,7 +105,7 @@ class Answers(threading.Thread):
             self._changed.notify()
 
     def stop(self) -> None:
-        """What runs and what waits ends as it is. A signal handler may call this."""
+        """What runs and what waits ends with an error. A signal handler may call this."""
         with self._changed:
             self._stops = True
             self._changed.notify()
@@ -119,17 +119,17 @@ class Answers(threading.Thread):
     def _try(self, group: list[Job], again: bool = True) -> None:
         """Answers a group, or says why not. Where memory is short, documents make room, and each is answered alone."""
         try:
-            self._answer(group)
+            return self._answer(group)
         except Exception as error:  # of the engine, which goes on with the next group
-            told = error if isinstance(error, UserError) else Refused(
-                f"the engine failed: {type(error).__name__}: {error}", 500, "server_error")
-            if again and told is error and not self._begun:
-                self.documents.held.clear()
+            is_known = isinstance(error, (UserError, Refused))
+            if self._begun or not (again and is_known and (len(group) > 1 or self.documents.held)):
+                told = error if is_known else Refused(f"the engine failed: {error!r}", 500, "server_error")
                 for job in group:
-                    self._try([job], False)
+                    job.send(told)
                 return
-            for job in group:
-                job.send(told)
+        self.documents.held.clear()  # here no traceback holds on to the group's own
+        for job in group:
+            self._try([job], False)
 
     def _next(self) -> list[Job]:
         """The job that waits longest, and others that can be answered beside it. Empty: the server stops."""
@@ -150,6 +150,8 @@ class Answers(threading.Thread):
         jobs, self._begun = [job for job in group if not job.is_cancelled.is_set()], False
         if not jobs:
             return
+        if self._stops:
+            raise Refused(*STOPPING)
         document, cached = self.documents.of([job.ids for job in jobs])
         for job in jobs:
             job.cached = cached
@@ -168,11 +170,15 @@ class Answers(threading.Thread):
                         stream.cancel(i)
                     if (end := stream.ended(i)) is not None:
                         going.discard(i)
-                        jobs[i].send(Refused(*STOPPING) if self._stops and end.finish_reason == "interrupted" else end)
+                        jobs[i].send(self._told(end))
         finally:
             stream.close()
         for number in going:
-            jobs[number].send(Refused(*STOPPING) if self._stops else stream.results[number])
+            jobs[number].send(self._told(stream.results[number]))
+
+    def _told(self, end: Generation | None) -> Generation | Refused:
+        """An answer, unless the server's end cut it off."""
+        return Refused(*STOPPING) if self._stops and (end is None or end.finish_reason == "interrupted") else end
 
 
 class Documents:
@@ -249,8 +255,7 @@ class Server:
         if not prompt:
             raise Refused("prompt is missing or empty; give a text, ids, or a list of these", param="prompt")
         prompts = await self.encoded(prompt if several else [prompt])
-        return await self.respond(request, body, prompts, False, body.get("max_tokens", min(16, self.most_tokens)),
-                                  body.get("logprobs"))
+        return await self.respond(request, body, prompts, False, min(16, self.most_tokens), body.get("logprobs"))
 
     async def chat(self, request: Request) -> Response:
         body = await self.body(request, {"prompt"})
@@ -259,12 +264,11 @@ class Server:
             raise Refused("messages is missing or empty; give a list of {role, content}", param="messages")
         prompts = await self.encoded([list(map(in_text, messages))], chat_template_kwargs=variables)
         usual = max(min(self.most_tokens, self.engine.room(len(prompts[0]))), 1)
-        limit = body.get("max_completion_tokens", body.get("max_tokens", usual))
         wants = body.get("logprobs", False)
         if not isinstance(wants, bool) or body.get("top_logprobs") and not wants:
             raise Refused(f"logprobs ({wants!r}) must be true or false, and true for top_logprobs", param="logprobs")
         logprobs = body.get("top_logprobs", 0) if wants else None
-        return await self.respond(request, body, prompts, True, limit, logprobs)
+        return await self.respond(request, body, prompts, True, usual, logprobs)
 
     async def encoded(self, prompts: list, **how) -> list[list[int]]:
         """Ids of prompts, on another thread: a book takes a second."""
@@ -293,10 +297,10 @@ class Server:
             raise Refused(f"model {body['model']!r} is not here; there is {self.name!r}", 404, param="model")
         return body
 
-    async def respond(self, request: Request, body: dict, prompts: list[list[int]], is_chat: bool, limit,
+    async def respond(self, request: Request, body: dict, prompts: list[list[int]], is_chat: bool, usual: int,
                       logprobs) -> Response:
-        count = self.number("n", body.get("n", 1), self.most_choices)
-        limit = self.number("max_tokens", limit, self.most_tokens)
+        count, limit = body.get("n", 1), body.get("max_completion_tokens", body.get("max_tokens", usual))
+        count, limit = self.number("n", count, self.most_choices), self.number("max_tokens", limit, self.most_tokens)
         if logprobs is not None:
             logprobs = self.number("logprobs", logprobs, MOST_LOGPROBS, 0)
         if len(prompts) * count > self.most_choices:

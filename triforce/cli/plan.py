@@ -83,9 +83,7 @@ def need(job: Job, machine: Machine) -> dict:
     if place.offload:
         sizes = replace(sizes, resident_layers=place.num_resident_layers or 0)
         if settings.budget is None:
-            budget = memory.view_within(lambda view: planned(replace(sizes, budget=view)).parts, budget,
-                                        memory.less_spare(free, device))
-            sizes = replace(sizes, budget=budget)
+            sizes = replace(sizes, budget=memory.view_within(planned, sizes, settings, memory.less_spare(free, device)))
         layer = memory.layer_bytes(target, job.rows, capacity, dtype)
         resident = memory.resident_layers(place, layers, layer, planned(sizes).parts, free, device)
         sizes = replace(sizes, resident_layers=resident)
@@ -94,7 +92,7 @@ def need(job: Job, machine: Machine) -> dict:
     size, host = memory.total(parts), plan.host.bytes * machine.gpus  # of a device; of all ranks
     fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host_memory)))
     return {
-        "fits": fits, "offload": place.offload, "dtype": str(dtype).removeprefix("torch."), "budget": budget,
+        "fits": fits, "offload": place.offload, "dtype": str(dtype).removeprefix("torch."), "budget": sizes.budget,
         "resident_layers": resident, "layers": layers, "bytes": size, "host_bytes": host,
         "parts": {part.name: part.bytes for part in parts}, "remedies": {part.name: part.remedies for part in parts}}
 

@@ -4,7 +4,6 @@ Weights live elsewhere and are shared; a batch is what generating changes. Token
 out.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ class DecodeBatch:
         self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
         self._pack = pack and batch == 1 and resident is None and shared is None and packs(device, dtype)
         self.compiler = compiler
-        width = max(settings.tree_size // 8, 4)  # rows that a step which grows a tree drafts after
-        nodes = Nodes(settings.tree, width, batch, device) if settings.tree.size else None
+        nodes = Nodes(settings.tree, max(settings.tree_size // 8, 4), batch, device) if settings.tree.size else None
         # A power of two: steps that were compiled for one length of prompts serve others.
         tokens = 1 << (self.capacity + 4 * settings.block_size - 1).bit_length()
         self.tape = Tape(batch, tokens, sizes.vocab_size, device, settings.coupled, settings.runners_up, nodes)
@@ -94,8 +92,7 @@ class DecodeBatch:
         self._ends = [0] * batch  # of what is asked for; a last round may go beyond
         self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
-        # Set by the caller: tokens of the first row that it passed on. A last round may have brought more, with drafts.
-        self.told: float = math.inf
+        self.told = float("inf")  # set by the caller: tokens of the first row that it passed on; a round may bring more
         self.reused = [0] * batch  # set by the caller: tokens of each prompt that an earlier call had computed
         self.waited = 0.0  # seconds that its prompts waited for compiled steps
         self._is_compiled = not compiler.compiles  # all its steps have run

@@ -7,7 +7,6 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -112,7 +111,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:
-        threshold = functools.reduce(torch.maximum, thresholds)
+        threshold = torch.stack(thresholds).amax(0)
         probs = torch.where(probs >= threshold, probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return torch.where(greedy, one_hot, probs) if uses.greedy else probs

@@ -215,7 +215,7 @@ class Buffers:
         if document is not None and document.store is not None:
             found.append((min(common_length(tokens, document.tokens), document.num_shared), document.store))
         if state is not None and own:
-            length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0])
+            length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0], state.told - 1)
             found.append((length if length > state.base else 0, state.cache.prefix))
         wholes = ((self._whole(length), store) for length, store in found)
         length, store = max((one for one in wholes if one[0] == 0 or one[1].holds(0, one[0])), key=lambda one: one[0])
@@ -342,9 +342,9 @@ class Buffers:
         if offloads:
             sizes = replace(sizes, resident_layers=self.placement.num_resident_layers or 0)
         if (base or offloads) and self.given.budget is None:
-            budget = memory.view_within(lambda view: self._plan(settings, replace(sizes, budget=view)).parts,
-                                        sizes.budget, self._free())
-            sizes = replace(sizes, budget=agreed(self.target.group, budget))
+            budgets = together(self.target.group, lambda: memory.view_within(
+                functools.partial(self._plan, settings), sizes, settings, self._free()))
+            sizes = replace(sizes, budget=min(budgets))
         if offloads:
             resident = self._resident(batch, sizes.capacity, self._plan(settings, sizes))
             sizes = replace(sizes, resident_layers=resident)

@@ -61,6 +61,11 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     tokenizer = Tokenizer(folder)
     if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
         raise UserError(f"{draft_folder} has another tokenizer than the target: {difference}; try --draft none")
+
+    def check_unchanged() -> None:  # or what was read may be of two models
+        if files_of(folder) != files:
+            raise UserError(f"{folder} was written to while it was read; load it again")
+
     draft_group = subgroup(group, place.draft_ranks) if len(place.draft_ranks or ()) > 1 else None
     with stream.used():
         target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
@@ -69,18 +74,12 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         for model in (target, draft) if place.compile is False else ():
             if model is not None:
                 pack_weights(model, resolved.block_size)
-        together(group, lambda: check_unchanged(folder, files))
+        together(group, check_unchanged)
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
         engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place, folder=folder,
                         compute_stream=stream)
     engine.eos_ids, engine.defaults = ckpt.eos_token_ids(folder), ckpt.generation_defaults(folder)
     return engine
-
-
-def check_unchanged(folder: Path, files: list[tuple]) -> None:
-    """Raises UserError if a checkpoint was written to since it had these files: what was read is of two models."""
-    if files_of(folder) != files:
-        raise UserError(f"{folder} was written to while it was read; load it again")
 
 
 def check_target(place: Placement, config: ModelConfig, device: torch.device | None = None) -> None:

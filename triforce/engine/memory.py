@@ -199,10 +199,12 @@ def for_views(place: Placement, config: ModelConfig) -> int:
     return config.weights_in_tokens // (8 if place.fills else 2) if place.offload else 0
 
 
-def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int | None) -> int:
-    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
-    views = [budget, *(view for view in reversed(VIEW_SIZES) if view < budget)]
-    return next((view for view in views if free is None or total(parts_of(view)) <= free), views[-1])
+def view_within(planned: Callable[[Sizes], MemoryPlan], sizes: Sizes, settings: Settings, free: int | None) -> int:
+    """Tokens of a view: the budget, or fewer where memory decides. planned: a plan of a batch of such sizes."""
+    chunk, least = settings.chunk_size, settings.flush_interval + 2 * settings.chunk_size
+    views = (max(view // chunk * chunk, least) for view in reversed(VIEW_SIZES) if view < sizes.budget)
+    tried = [replace(sizes, budget=view) for view in (sizes.budget, *views)]
+    return next((one for one in tried if free is None or total(planned(one).parts) <= free), tried[-1]).budget
 
 
 def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
