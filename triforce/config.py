@@ -165,7 +165,7 @@ class Settings(Options):
     prefill_chunk_size: int | None = natural(
         None, 1, 2048, "tokens prefilled at a time (default: 1024; on a GPU 8192, and multiples of 128 are fastest)")
     piece_tokens: int | None = natural(
-        None, 1, 2048, "tokens of an offloaded layer copied at a time (default: 64 MiB); two a layer fit a CUDA graph")
+        None, 1, 2048, "tokens of an offloaded layer copied at a time (default: 64 MiB); more than two: no CUDA graph")
     reuse: bool = option(
         True, "compute once what prompts of a call, and the last call's text, begin with in common; --no-reuse: never",
         one_of(True, False), flag="--no-reuse", action="store_false")
@@ -360,7 +360,7 @@ class Placement(Options):
     resident_memory: int | str | None = option(None, "memory of the device for an offloaded cache, as bytes or 20GiB")
     weights: str | None = option(
         None, "'fp8': linear layers are rounded to a byte a weight, and all promises hold for the rounded model; GPUs "
-        "of compute capability 8.9 also multiply so. 'wide': fp8 is widened. Default: as stored", one_of("fp8", "wide"))
+        "from compute capability 8.9 on multiply so. 'wide': fp8 is widened. Default: as stored", one_of("fp8", "wide"))
     draft_dtype: str | None = option(
         None, "'fp8': the retrieval level drafts with an fp8 copy of the target, a byte a weight. The output stays "
         "exact. It needs a GPU of compute capability 8.9 or later", one_of("fp8"))

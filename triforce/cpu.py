@@ -1,8 +1,8 @@
 """What only a CPU needs: layers whose rows have the same bits wherever in a block they lie, and oneDNN's packed layout.
 
 Bits: PyTorch's loops on a CPU take whole vectors, and share long tensors out to threads. What is left over is rounded
-in another way, so that a row's bits would depend on its place. The layers here compute rows evenly (an activation of
-half of a row, as a gate is). Products of 4, 8, 12, ... rows sum up a row in the same order: `row_unit` tries it.
+in another way, so that a row's bits would depend on its place. The layers here compute rows evenly, an activation as
+long as it reads half of each row, as a gate does. Products of 4, 8, 12, ... rows sum up alike: `row_unit` tries it.
 
 Packed: oneDNN multiplies few rows by a large matrix 2 to 4 times faster once that is in its own blocked layout. So
 large weights are packed, and the prompt's part of a prefix is kept a second time, packed. On two cores, 4 heads of 64,

@@ -8,6 +8,7 @@ Shapes: B batch, V vocabulary, n positions.
 """
 
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -111,8 +112,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:
-        threshold = torch.stack(thresholds).amax(0)
-        probs = torch.where(probs >= threshold, probs, 0.0)
+        probs = torch.where(probs >= reduce(torch.maximum, thresholds), probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return torch.where(greedy, one_hot, probs) if uses.greedy else probs
 

@@ -342,12 +342,11 @@ class Buffers:
         if offloads:
             sizes = replace(sizes, resident_layers=self.placement.num_resident_layers or 0)
         if (base or offloads) and self.given.budget is None:
-            budgets = together(self.target.group, lambda: memory.view_within(
-                functools.partial(self._plan, settings), sizes, settings, self._free()))
+            plan = functools.partial(self._plan, settings)
+            budgets = together(self.target.group, lambda: memory.view_within(plan, sizes, settings, self._free()))
             sizes = replace(sizes, budget=min(budgets))
         if offloads:
-            resident = self._resident(batch, sizes.capacity, self._plan(settings, sizes))
-            sizes = replace(sizes, resident_layers=resident)
+            sizes = replace(sizes, resident_layers=self._resident(batch, sizes.capacity, self._plan(settings, sizes)))
         self._check(self._plan(settings, sizes), sizes)
         if base:
             self.pack(shared.store)

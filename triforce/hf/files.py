@@ -25,7 +25,8 @@ def check_file(path: Path, largest: float = math.inf) -> None:
         if not os.path.lexists(path):
             raise UserError(f"{path} is missing; download the checkpoint again, or point to a folder that has it")
         if not path.is_file() or path.stat().st_size > largest:
-            raise UserError(f"{path} is no regular file, or larger than {largest} bytes; download it again")
+            size = "" if largest == math.inf else f" of at most {largest} bytes"
+            raise UserError(f"{path} is no regular file{size}; download it again")
         with open(path, "rb") as file:
             if file.read(len(LFS)) == LFS:
                 raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run git lfs pull")
