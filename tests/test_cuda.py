@@ -17,6 +17,7 @@ from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8
 
 import triforce
 from triforce import UserError, attention, fp8
+from triforce.cache import kv_cache
 from triforce.cache.offload import Offload
 from triforce.cache.prefix import STRIDE
 from triforce.cli.request import default_document
@@ -451,6 +452,34 @@ def test_offsets_and_batches(dtype):
     for text, said in zip(texts, on, strict=True):
         assert text[:300] == [token for token, _ in said][: len(text)]
     assert len(state.hierarchy.outer.step.graphs) <= 4  # of each kind of plan, one for all lengths
+
+
+@in_half_precision
+@pytest.mark.parametrize("more", [{}, {"compile": True}, {"draft_cache": "query"},
+                                  {"sampling": "coupled", "leaves": 1, "leaves_inner": 2}],
+                         ids=["written", "compiled", "follows", "leaves"])
+def test_long_views_are_read_as_the_prefix(dtype, more, monkeypatch):
+    """By its kernel, apart from the tail. Of a text that fits its view all drafts are kept, of another as many as of a
+    view before the tail, and no bits depend on them."""
+    models, kept = random_models_in(dtype), {}
+    prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1000, seed=2, vocab_size=VOCAB), [5]]
+    for long in (0, 16_384):
+        monkeypatch.setattr(kv_cache, "LONG_VIEW", long)
+        engine = make_engine(models[0], budget=2048, flush_interval=128, max_batch_size=3, gamma=4, gamma_inner=1,
+                             **{"compile": None, **more})
+        state = engine.prepare(prompts, 600, temperature=1.0 if "sampling" in more else 0.0, top_p=None, top_k=None,
+                               min_p=None, seed=[1, 2, 3])
+        view = state.hierarchy.view
+        assert view.joined == bool(long) and view.length_on_device == (not long)
+        on = bits_of_rows(state, 300)
+        kept[long], drafted = state.hierarchy.outer.totals[:, 0].tolist(), state.hierarchy.outer.totals[:, 1].tolist()
+        print(f"views read {'with the tail' if long else 'as the prefix'}, {dtype} {more}: drafted {drafted}, kept "
+              f"{kept[long]}, flushes {state.num_flushes}")
+        assert min(drafted) >= 200 and state.num_flushes >= 6 and view.selected == [True, False, False]
+        assert all(a >= 0.9 * b for a, b in zip(kept[long][1:], drafted[1:], strict=True))
+        state.rewind(600)
+        assert bits_of_rows(state, 300, plan=AUTOREGRESSION) == on
+    assert abs(kept[0][0] - kept[16_384][0]) <= 5 + 0.1 * kept[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -17,6 +17,7 @@ from .offload import Offload
 from .prefix import PrefixStore
 from .store import Store
 
+LONG_VIEW = 24576  # tokens of a view, beyond which a GPU reads it as it reads the prefix
 ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each part of a product
 
 
@@ -80,15 +81,15 @@ class KVCache(Store):
             offload = Offload(config, resident_layers, batch=batch, capacity=capacity, interval=flush_interval,
                               device=device, dtype=dtype, piece=piece, runs_on=runs_on)
         runs_on = torch.device(device if runs_on is None else runs_on)
+        spans = attention.spans(runs_on, dtype, config.head_dim)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
-                                  length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared,
-                                  interval=flush_interval)
+                                  length_on_device=spans, shared=shared, interval=flush_interval)
         self.lens = self.prefix.lens  # tokens of each row's prefix
-        # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
-        joins = runs_on.type == "cuda" or dtype == torch.float32
-        self.joins_view = joins and budget > 0
+        # Of long views, and in bf16 on a CPU, the kernel for unmasked keys is worth more than one call over both.
+        self.joins_view = 0 < budget <= (LONG_VIEW if spans else budget) and (
+            runs_on.type == "cuda" or dtype == torch.float32)
         slots = aligned(flush_interval + (2 * block_size if ahead is None else ahead))
-        self.tail = Tail(config, batch, slots, aligned(budget) if joins else 0, device, dtype)
+        self.tail = Tail(config, batch, slots, aligned(budget) if self.joins_view else 0, device, dtype)
         # The queries of the block that was last verified: they choose views.
         rows = (batch, config.n_head, block_size, config.head_dim)
         self.queries = list(torch.zeros(config.n_layer, *rows, device=device, dtype=dtype))  # by layer

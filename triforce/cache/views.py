@@ -28,10 +28,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..config import VIEWS, split_view
 from ..runtime.graphs import Compiler
 from .kv_cache import KVCache, aligned
-from .store import View
+from .store import Extent, View
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
 COMMON = -1  # stands for the view that all rows share, among numbers of rows
@@ -61,6 +62,9 @@ class RetrievalView(View):
         super().__init__(cache.config, batch, aligned(budget), device, dtype,
                          slots=[aligned(budget) * (i in self.layers) for i in range(cache.config.n_layer)],
                          storage=cache.tail.storage if self.joined else None)
+        self.length_on_device = not (self.joined or self.of_shared) and attention.spans(
+            self.len.device, dtype, cache.config.head_dim)
+        self.places = attention.places(self.k[self.layers[0] if self.layers else 0])
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, VIEWS[kind]
         self.source = cache.prefix.shared if self.of_shared else cache.prefix  # what it is chosen from
         self.shared, self.base = shared, 0 if shared is None else shared.lens[0]
@@ -92,6 +96,10 @@ class RetrievalView(View):
             return split_view(self.budget, chunk, interval, recent)
         window = min(int(rest * recent / 2), rest - chunk) // chunk * chunk
         return window, (rest - window) // chunk
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.budget, self.budget) if self.length_on_device else super().extent
 
     def tensors(self) -> list[Tensor]:
         common = [] if self.shared is None else self.shared.tensors()
