@@ -56,7 +56,8 @@ def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
 
 def test_what_a_checkpoint_asks_for_in_vain_is_told(tmp_path, caplog):
     (tmp_path / "generation_config.json").write_text(
-        '{"repetition_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": [7], '
-        '"min_new_tokens": 1}')
+        '{"repetition_penalty": 1.05, "no_repeat_ngram_size": 0, "num_beams": 1, "guidance_scale": 1.0, '
+        '"max_time": 2.5, "suppress_tokens": [7], "min_new_tokens": 1}')
     assert generation_defaults(tmp_path) == {}
-    assert "asks for repetition_penalty 1.05, min_new_tokens 1, suppress_tokens [7], which no text" in caplog.text
+    said = "asks for repetition_penalty 1.05, max_time 2.5, min_new_tokens 1, suppress_tokens [7], which no text"
+    assert said in caplog.text

@@ -44,7 +44,11 @@ def test_whose_window_slides():
                                  ("SmolLM3", {"use_sliding_window": True, "no_rope_layers": [0, 1]}, (0,)),
                                  ("Ministral", {"layer_types": ["full_attention", "sliding_attention"]}, (1,)),
                                  ("Ministral", {"layer_types": ["full_attention"] * 2}, ()),
-                                 ("Mistral", {"layer_types": ["full_attention"] * 2}, (0, 1))):  # which is not read
+                                 ("Mistral", {"layer_types": ["full_attention"] * 2, "model_type": "mistral"}, ()),
+                                 ("SmolLM3", {"layer_types": ["full_attention", "sliding_attention"]}, (1,)),
+                                 ("Qwen3Moe", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True,
+                                               "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2},
+                                  (0, 1))):  # which does not read them
         architecture = {"architectures": [f"{family}ForCausalLM"]}
         config = config_from_hf({**HF, **window, **more, **architecture})
         assert config.sliding_layers == layers and config.sliding_window == (128 if layers else None)
@@ -97,14 +101,13 @@ DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 
 @pytest.mark.parametrize("fields", [
     {"rope_scaling": YARN, "rope_theta": 500.0}, {"rope_parameters": {**YARN, "rope_theta": 500.0}},
-    {"rope_scaling": YARN, "rope_parameters": DEFAULT},
-    {"rope_scaling": DEFAULT, "rope_parameters": YARN},
+    {"rope_scaling": YARN, "rope_parameters": DEFAULT, "rope_theta": 500.0},
     {"rope_scaling": {**YARN, "rope_theta": 500}, "rope_parameters": {**YARN, "rope_theta": 500.0}},
-    {"rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}, "rope_parameters": DEFAULT},
-    {"rope_scaling": {**YARN, "type": "default"}, "rope_parameters": DEFAULT},
+    {"rope_scaling": {**YARN, "rope_type": None, "type": "yarn", "rope_theta": 500.0}, "rope_parameters": DEFAULT},
+    {"rope_scaling": {**YARN, "type": "default", "rope_theta": 500.0}},
     {"rope_scaling": {"type": "yarn", "factor": 4}, "original_max_position_embeddings": 256, "rope_theta": 500}])
 def test_two_spellings_of_a_scaling_are_one(fields):
-    """Of a `default` beside a scaling nothing is left: the guide tells Qwen3's users to add `rope_scaling`."""
+    """Where both are there, transformers reads `rope_scaling` alone: then that has to say it all."""
     for family in ("Llama", "Qwen3"):
         named = {**HF, "architectures": [f"{family}ForCausalLM"]}
         config = config_from_hf({**named, **fields})
@@ -114,8 +117,10 @@ def test_two_spellings_of_a_scaling_are_one(fields):
 
 @pytest.mark.parametrize("fields, words", [
     # two values of a fact
-    ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}}, "rope_scaling says .*factor=4.0.*, and "
-     "rope_parameters says .*factor=2.0"),
+    *(({"rope_scaling": old, "rope_parameters": new}, f"rope_parameters says .*{lost}.* transformers reads that alone")
+      for old, new, lost in ((YARN, {**YARN, "factor": 2.0}, "'factor': 2.0"), (YARN, DEFAULT, "'rope_theta': 500.0"),
+                             (DEFAULT, YARN, "'rope_type': 'yarn'"))),
+    ({"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 3.0}}, "'default', and type says 'linear'"),
     ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type says 'yarn', and type says 'linear'"),
     ({"rope_theta": 1e6, "rope_parameters": DEFAULT}, "says 1000000.0, and rope_theta in rope_parameters says 500.0"),
     ({"rope_scaling": YARN, "original_max_position_embeddings": 64, "max_position_embeddings": 1024},
@@ -144,6 +149,19 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     *(({key: value}, f"{key} {value!r} is not supported") for key, value in {
         "hidden_act": "gelu", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_experts": 128,
         "num_local_experts": 8, "n_routed_experts": 64, "kv_lora_rank": 512}.items()),
+    *(({"is_causal": value}, "is_causal is .*must be true") for value in (False, None)),
+    ({"rope_scaling": {**YARN, "truncate": None}}, "truncate is missing, and must be true or false"),
+    *(({"rope_scaling": {**kind, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}}, "must be longrope beside")
+      for kind in (YARN, {})),
+    ({"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8,
+        "original_max_position_embeddings": 32}}, "in the scaling says 32, .* beside it says 4096"),
+    *(({"architectures": [f"{family}ForCausalLM"], **more}, words) for family in ("Gemma3", "Olmo3")
+      for more, words in (({"rope_parameters": DEFAULT}, "rope_parameters is .*must be by kind of layer"),
+                          ({"original_max_position_embeddings": 64}, "original_max_position_embeddings 64 is not"),
+                          ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is missing"),
+                          ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and must be true"),
+                          ({"rope_parameters": {"full_attention": DEFAULT, "truncate": False}}, "truncate is False"))),
     *(({"architectures": [name]}, f"architecture '{name}' is not supported")
       for name in ("GPT2LMHeadModel", "Glm4ForCausalLM")),  # the latter has norms of its own
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),

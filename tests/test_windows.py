@@ -64,7 +64,8 @@ def test_attention_within_a_window(rows, keys, window, monkeypatch):
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-4)
 
 
-FAMILIES = {"Gemma 3": {}, "Gemma 3 270M": {}, "OLMo 3": {}, "Mistral 0.1": {}, "Ministral": {}, "Phi-3-mini-4k": {},
+FAMILIES = {"Gemma 3": {}, "Gemma 3 270M": {}, "OLMo 3": {"rope_theta": 300.0}, "Mistral 0.1": {}, "Ministral": {},
+            "Phi-3-mini-4k": {},
             "Qwen2.5": {"use_sliding_window": True, "max_window_layers": 1},
             "Qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
             "SmolLM3": {"use_sliding_window": True}, "gpt-oss": {}}
@@ -101,6 +102,9 @@ def test_of_a_gemma_that_sees_images_the_text_model_loads(tmp_path):
         for name, parameter in theirs.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.15)
     theirs.eval().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())  # what stands outside is not the text model's
+    assert config["text_config"].pop("rms_norm_eps") == 1e-6  # its class's own
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     ids = torch.randint(3, 90, (1, 100))
     with torch.inference_mode():
         expected = theirs(ids).logits[0]

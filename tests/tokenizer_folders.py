@@ -40,7 +40,8 @@ LLAMA2_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('only user and assistant may speak, not ' + message['role']) }}{% endif %}"
     "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}")
+    "{% else %}{% generation %}{% set content = ' ' + message['content'] %}{{ content + eos_token }}{% endgeneration %}"
+    "{{ content }}{% endif %}{% endfor %}")
 
 
 def strings() -> list[str]:

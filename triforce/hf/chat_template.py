@@ -41,7 +41,7 @@ def render(template: str, messages: list[dict], variables: dict) -> str:
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     # {% generation %} marks what a training loss counts; for us, its content.
     template = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})", lambda found: found[1] + (
-        "endif" if found[2] else "if true") + found[3], template)
+        "endwith" if found[2] else "with") + found[3], template)
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)

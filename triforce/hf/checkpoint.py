@@ -29,8 +29,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
-# What else generation_config.json may ask for. 0 and nothing ask for nothing, and 1 of the first three.
-UNAPPLIED = ("repetition_penalty", "typical_p", "num_beams", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff",
+# What else generation_config.json may ask for. 0 and nothing ask for nothing, and 1 of the first five.
+UNAPPLIED = ("repetition_penalty", "typical_p", "num_beams", "guidance_scale", "encoder_repetition_penalty",
+             "watermarking_config", "max_time", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff",
              "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
              "sequence_bias", "stop_strings", "forced_eos_token_id", "exponential_decay_length_penalty")
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
@@ -78,7 +79,7 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
         found = {name: fields.get(name, kind, None) for name, kind in SAMPLING.items()}
         sampled = fields.get("do_sample", FLAG, None)
     if asks := [f"{key} {fields.values[key]!r:.40}" for key in UNAPPLIED
-                if fields.values.get(key) not in (None, 0, [], {}, *[1] * (key in UNAPPLIED[:3]))]:
+                if fields.values.get(key) not in (None, 0, [], {}, *[1] * (key in UNAPPLIED[:5]))]:
         logging.getLogger("triforce").warning(
             "note: %s asks for %s, which no text follows here", path.name, ", ".join(asks))
     if sampled is False:

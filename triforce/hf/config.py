@@ -24,8 +24,8 @@ FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": 
             "Gemma3ForCausalLM": {"qk_norm": True, "post_norm": True, "shifted_norms": True, "activation": "gelu"},
             "Olmo3ForCausalLM": {"qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True}}
 # Families whose full layers are the last of every few: how few, and the base of the other layers; None: the same. All
-# but gpt-oss scale the rotation of full layers alone.
-PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, None), "GptOssForCausalLM": (2, None)}
+# but gpt-oss scale the rotation of full layers alone, and may describe it by kind of layer.
+PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, 5e5), "GptOssForCausalLM": (2, None)}
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
            "mlp_only_layers", "shared_expert_intermediate_size", "use_bidirectional_attention")
@@ -34,6 +34,7 @@ LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
 GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # said of text and images together
 OSS = {"head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
        "attention_bias": True, "mlp_bias": True}
 OSS_ROPE = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "truncate": False}
@@ -49,6 +50,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     architecture = _architecture(fields)
     oss, moe = architecture == "GptOssForCausalLM", architecture == "Qwen3MoeForCausalLM"
     refuse(fields, LACKING if oss or moe else (*LACKING, *EXPERTS))
+    fields.expect("is_causal", fields.values.get("is_causal", True) is True, "true, which alone is supported")
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
     gemma = architecture == "Gemma3ForCausalLM"
     dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
@@ -96,12 +98,15 @@ def config_from_hf(hf: dict) -> ModelConfig:
 
 def text_part(hf: dict) -> dict:
     """Of a Gemma 3 that sees images, too, the text model. Published files leave out what its class has by default; so
-    may those of gpt-oss."""
+    may those of gpt-oss and Phi-3."""
     if hf.get("model_type") == "gpt_oss" or hf.get("architectures") == ["GptOssForCausalLM"]:
         return {**OSS, **hf, "rope_scaling": hf.get("rope_scaling") or hf.get("rope_parameters") or OSS_ROPE}
+    if hf.get("model_type") == "phi3":
+        return {"original_max_position_embeddings": 4096, **hf}
     if hf.get("model_type") != "gemma3" or not isinstance(hf.get("text_config"), dict):
         return hf
-    said = {key: value for part in (hf, hf["text_config"]) for key, value in part.items() if value is not None}
+    said = {key: value for key, value in hf["text_config"].items() if value is not None}
+    said |= {key: hf[key] for key in OF_BOTH if hf.get(key) is not None}
     return {**GEMMA, **said, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
@@ -144,10 +149,13 @@ def _windows(fields: Fields, architecture: str, positions: int) -> dict:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     smol = architecture == "SmolLM3ForCausalLM"
     unread = architecture in ("LlamaForCausalLM", "GlmForCausalLM")  # in transformers, too
-    unread |= (qwen or smol) and not fields.get("use_sliding_window", FLAG, False)
+    unread |= (qwen or smol and not types) and not fields.get("use_sliding_window", FLAG, False)
+    by_index = qwen and architecture != "Qwen3MoeForCausalLM"
+    # transformers takes a Mistral whose layers differ for a Ministral.
+    unlike = architecture in (*PATTERNS, "MinistralForCausalLM") or fields.values.get("model_type") == "mistral"
     if window == 0 or unread or window >= positions and architecture not in PATTERNS:
         return {}
-    if types and (qwen or smol or architecture in (*PATTERNS, "MinistralForCausalLM")):  # others: one of all layers
+    if types and (by_index or smol or unlike):  # others: one of all layers
         fields.expect("layer_types", len(types) >= count, f"a list of num_hidden_layers ({count}) kinds")
         layers = [i for i in range(count) if types[i] == "sliding_attention"]
     elif architecture in PATTERNS:
@@ -157,7 +165,6 @@ def _windows(fields: Fields, architecture: str, positions: int) -> dict:
     elif smol:
         layers = _nope_layers(fields)
     else:
-        by_index = qwen and architecture != "Qwen3MoeForCausalLM"
         layers = range(fields.get("max_window_layers", whole(0, 2**31), 28) if by_index else 0, count)
     return {"sliding_window": window, "sliding_layers": tuple(layers)} if layers else {}
 
@@ -194,30 +201,43 @@ def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None
     5's `rope_parameters`, and from what stands beside them. A scaling of kind default beside another one says nothing.
     """
     parts, sliding = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}, None
+    old, new = parts.values()
     if architecture in PATTERNS:
-        by_kind = parts["rope_parameters"]
-        within = by_kind.part("sliding_attention")
-        if _scaling(within, fields) is not None:
+        within, local = new.part("sliding_attention"), fields if architecture == "Gemma3ForCausalLM" else Fields({})
+        if _scaling(within, fields, architecture) is not None:
             raise UserError("a scaling in rope_parameters of sliding_attention is not supported; choose another model")
         sliding = one_value({key: part.get(key, number(2, 1e15), None) for part, key in (
-            (fields, "rope_local_base_freq"), (within, "rope_theta"))}) or PATTERNS[architecture][1]
-        if "full_attention" in by_kind.values:
-            parts["rope_parameters"] = by_kind.part("full_attention")
+            (local, "rope_local_base_freq"), (within, "rope_theta"))}) or PATTERNS[architecture][1]
+        if "full_attention" in new.values:
+            parts["rope_parameters"] = new.part("full_attention")
+    if architecture in PATTERNS and architecture != "GptOssForCausalLM":
+        # What transformers reads otherwise than it stands, or not at all.
+        fields.expect("rope_parameters", not new.values or "full_attention" in new.values, "by kind of layer")
+        refuse(fields, ("original_max_position_embeddings",))
+        old.expect("rope_type", "type" not in old.values or "rope_type" in old.values, "there beside type")
+        for part in (old, new, *parts.values()):
+            part.expect("truncate", part.values.get("truncate", True) is True, "true, which alone is supported")
+    elif lost := {key: value for key, value in new.values.items() if old.values and value not in (
+            None, "default", old.values.get(key), fields.values.get(key))}:
+        raise UserError(f"rope_parameters says {shown(lost)}, and of a model with rope_scaling transformers reads that "
+                        "alone; move what rope_scaling says to rope_parameters")
     for part in parts.values():
         refuse(part, LACKING_ROPE)
     spots = {"config.json": fields, **parts}
     theta, share = (one_value({f"{name} in {key}": part.get(name, kind, None) for key, part in spots.items()})
                     for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
-    scalings = {key: _scaling(part, fields) for key, part in parts.items()}
+    scalings = {key: _scaling(part, fields, architecture) for key, part in parts.items()}
     return theta, share, one_value(scalings) or RopeScaling(), sliding
 
 
-def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
+def _scaling(rope: Fields, fields: Fields, architecture: str) -> RopeScaling | None:
     kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
-    kind = one_value({key: None if kind == "default" else kind for key, kind in kinds.items()})
-    if rope.values.get("short_factor") and kind in (None, "su", "yarn"):  # as older Phi-3 configs call it
+    kind = one_value({key: None if (key, kind) == ("type", "default") else kind for key, kind in kinds.items()})
+    if rope.values.get("short_factor") and kind in (None, "su", "yarn"):
+        older = architecture == "Phi3ForCausalLM" and kind in ("su", "yarn")
+        rope.expect("rope_type", older, "longrope beside short_factor")
         kind = "longrope"
-    if kind is None:
+    if kind in (None, "default"):
         return None
     if kind not in KINDS:
         raise UserError(f"rope type {shown(kind)} is not supported; supported are {', '.join(KINDS)}")
@@ -230,6 +250,7 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     by_windows = kind in ("yarn", "longrope")
     factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)
     given = {name: rope.get(name, kind, getattr(RopeScaling, name)) for name, kind in SCALING.items()}
+    rope.expect("truncate", rope.values.get("truncate", True) is not None, "true or false")
     rope.expect("high_freq_factor", given["high_freq_factor"] > given["low_freq_factor"], "above low_freq_factor")
     rope.expect("beta_fast", given["beta_fast"] > given["beta_slow"], "above beta_slow")
     if kind == "longrope":

@@ -1,7 +1,8 @@
 """Builds the encoder of a checkpoint folder: its `tokenizers` pipeline, from tokenizer.json or from tokenizer.model.
 
 The result encodes as transformers' AutoTokenizer (version 5) does for the same folder, which is not always what the
-files say alone: a LlamaTokenizer's spaces are handled by its class, whatever tokenizer.json holds.
+files say alone: a LlamaTokenizer's spaces are handled by its class, whatever tokenizer.json holds. Of other classes
+tokenizer.json alone counts here; transformers builds Qwen2's, GPT-2's and Gemma's anew, too.
 """
 
 import contextlib
