@@ -90,6 +90,15 @@ def random_pair(dtype=torch.float32, device="cpu", vocab_size=VOCAB, std=0.3):
             Transformer.random(draft, seed=1, device=device, dtype=dtype, std=std))
 
 
+def parent_of(shape, row: int) -> int:
+    """The row of a tree that a row follows."""
+    return row - 1 if row <= shape.spine else shape.parents[row - shape.spine - 1]
+
+
+def rank_of(shape, row: int) -> int:
+    return 0 if row <= shape.spine else shape.ranks[row - shape.spine - 1]
+
+
 def in_fp8(model: Transformer, *wide: str) -> Transformer:
     """The model with the layers of its blocks in fp8, as `weights="fp8"` reads them. wide: layers that are not."""
     config = replace(model.config, float8=replace(MADE, wide=("output", *wide)))

@@ -203,7 +203,9 @@ def test_a_busy_moment_is_not_believed_for_ever(busy):
     a verify of more rows, and seen again."""
     guess = Costs({n: 6 + 0.5 * n for n in (1, 2, 4, 8)}, {}, {"model": (0.2, 0.2), "ngram": (0.01, 0.0)}, seen=0)
     controller, spent = busy_then_idle(guess, busy, 256)
-    assert controller.plan == DraftPlan(padded=False) and controller.costs["verify", 1] == pytest.approx(10.5, rel=0.05)
+    costs = controller.costs
+    assert controller.plan == DraftPlan(padded=False)
+    assert costs.values[costs.number["verify", 1]] == pytest.approx(10.5, rel=0.05)
     assert spent < 1.1 * 256 * 10.5 + busy * 20
 
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import make_engine, make_state, random_pair, random_prompt
+from conftest import make_engine, make_state, parent_of, random_pair, random_prompt, rank_of
 
 from triforce import UserError
 from triforce.cache import views
@@ -24,7 +24,7 @@ def followers_in(shape: Shape) -> list[list[int]]:
     """Of each row, those that follow it."""
     found = [[] for _ in range(shape.rows)]
     for row in range(1, shape.rows):
-        found[shape.follows(row)].append(row)
+        found[parent_of(shape, row)].append(row)
     return found
 
 
@@ -32,7 +32,7 @@ def kept(shape: Shape, chances: tuple[float, ...]) -> float:
     """Expected tokens of a round: one, and the chance of each row's path."""
     paths = [1.0]
     for row in range(1, shape.rows):
-        paths.append(paths[shape.follows(row)] * chances[shape.rank(row)])
+        paths.append(paths[parent_of(shape, row)] * chances[rank_of(shape, row)])
     return sum(paths)
 
 
@@ -40,7 +40,7 @@ def places(shape: Shape) -> list[tuple[int, int]]:
     """How deep each row is, and how far from the spine."""
     places = [(row, 0) for row in range(shape.spine + 1)]
     for row in range(shape.spine + 1, shape.rows):
-        depth, distance = places[shape.follows(row)]
+        depth, distance = places[parent_of(shape, row)]
         places.append((depth + 1, distance + 1))
     return places
 
@@ -123,7 +123,7 @@ def test_a_check_walks_down_a_tree_of_any_shape():
         shape = random_shape(dice, nodes)
         nodes.set(shape)
         for row in range(1, shape.rows):  # tokens of rows that follow the same one differ, as a draft's choices do
-            nodes.tokens[:, row] = (7 * shape.follows(row) + shape.rank(row)) % 4
+            nodes.tokens[:, row] = (7 * parent_of(shape, row) + rank_of(shape, row)) % 4
         drawn, num_drafted = torch.randint(4, (40, 24)), torch.randint(shape.spine + 1, (40,))
         verdict = match_nodes(nodes, num_drafted, drawn)
         for b in range(40):
@@ -171,7 +171,8 @@ def test_views_are_chosen_by_the_queries_of_what_was_kept(monkeypatch):
         beside += row.beside
         [kept], weight = view._newest()
         assert len(kept) == 16 and int((weight > 0).sum()) == len(row.tokens)
-        assert set(row.path) <= set(kept[weight > 0].tolist())
+        path = state.hierarchy.outer.drawn_from[0, : len(row.tokens)].tolist()
+        assert set(path) <= set(kept[weight > 0].tolist())
         with monkeypatch.context() as patch:
             patch.setattr(views, "chunk_scores", lambda queries, *how: queries)
             asked = view._scores()
@@ -198,7 +199,7 @@ def test_trees_are_chosen_where_a_verify_is_dear():
         row, count = 0, 1
         while row is not None:
             drawn = dice.choices(range(5), [*CHANCES, 1 - sum(CHANCES)])[0]
-            row = next((i for i in followers_in(shape)[row] if shape.rank(i) == drawn), None)
+            row = next((i for i in followers_in(shape)[row] if rank_of(shape, i) == drawn), None)
             count += row is not None
         return count
 
@@ -234,7 +235,7 @@ def test_tokens_of_a_tree_say_who_proposed_them():
     by_branches = int(engine.buffers.state.hierarchy.outer.totals[0, 2])
     assert set(out.levels) == {"draft", "retrieval", "target"} and by_branches >= 3
     assert 0 < out.levels.count("target") <= out.stats.target_forwards
-    row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2, [0, 1, 9, 12])
+    row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2)
     plan = DraftPlan(7, "model", True, 2, 4, branches=8)
     assert levels_of(plan, row) == ["draft", "retrieval", "retrieval", "target"]
 

@@ -6,7 +6,17 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
+from conftest import (
+    bits,
+    bits_of_rows,
+    hashes_of,
+    make_engine,
+    make_state,
+    random_pair,
+    random_prompt,
+    rank_of,
+    slow,
+)
 
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
@@ -60,8 +70,9 @@ def rounds(state, plans=None) -> tuple[list, list, Counter]:
         seen["plan", plan.drafter] += 1
         if plan.branches:
             seen["trees"] += 1
-            for place in row.path[row.num_accepted + 1 :]:
-                seen["rank", state.tape.nodes.shape.rank(place)] += 1
+            path = state.hierarchy.outer.drawn_from[0, : len(row.tokens)].tolist()
+            for place in path[row.num_accepted + 1 :]:
+                seen["rank", rank_of(state.tape.nodes.shape, place)] += 1
     return tokens[:NEW], hashes[:NEW], seen
 
 

@@ -149,7 +149,7 @@ class Settings(Options):
         must(f"a whole number from 0 to {MOST_ROWS}; try 128", lambda x: is_whole(x) and 0 <= x <= MOST_ROWS), type=int)
     draft_cache: str | None = option(
         None, "tokens that the target drafts with: those that the newest (retrieval, the default), the pending one "
-        "(query) or the prompt's end (snapkv) attend to, or the first and the newest (streaming)")
+        "(query) or the prompt's end (snapkv) attend to, or the first and the newest (streaming)", one_of(*VIEWS))
     chunk_size: int = natural(8, 1, 8, "tokens that are retrieved together (default 8)")
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
@@ -275,10 +275,9 @@ class Settings(Options):
             (size and self.leaves, f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; drop one"),
             (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}); try a "
              + (f"tree_size of {4 * block}" if 4 * block <= MOST_ROWS else "block_size of 64")),
-            (cache not in VIEWS, f"draft_cache ({cache!r}) must be one of {', '.join(VIEWS)}"),
             (cache != "streaming" and not self.retrieval, f"draft_cache ({cache!r}) is for a retrieval level, which "
              "retrieval=False (--no-retrieval) leaves out; drop one of them. A draft model keeps draft_window tokens"),
-            (self.retrieval and offload and cache in VIEWS and VIEWS[cache].unit == "token",
+            (self.retrieval and offload and VIEWS[cache].unit == "token",
              f"draft_cache {cache!r} chooses from a cache on the device; use 'retrieval' or 'streaming' with offload"))
         for is_broken, told in rules:
             if is_broken:
@@ -489,12 +488,14 @@ class Sampling:
         "repeated); -inf forbids a token. Output follows the biased distribution exactly",
         _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
-    def rows(self, prompts: int, count: int = 1, draw: Callable[[], int] | None = None) -> "Sampling":
+    def rows(self, prompts: int, count: int = 1, draw: Callable[[], int] | None = None,
+             vocab_size: int | None = None) -> "Sampling":
         """With lists of a checked value for each of `count` samples of each prompt, neutral where it is None.
 
         Args:
             draw: makes a seed where none is given. Seeds then count up among the samples that one stands for; without
                 `draw` these have the same.
+            vocab_size: what a logit_bias has to fit; None: nobody knows.
 
         Raises:
             UserError: a value is out of range, of the wrong kind, or a list of the wrong length.
@@ -514,6 +515,8 @@ class Sampling:
             columns[name] = [int(one) + i if counts else one for one in values for i in range(each)]
             if counts:
                 about["check"](name, max(columns[name]))
+        if vocab_size is not None:
+            check_biases(columns["logit_bias"], vocab_size)
         return Sampling(**columns)
 
 

@@ -24,7 +24,7 @@ from itertools import accumulate
 
 from .cli.main import count
 from .cli.request import from_json
-from .config import Sampling, check_biases, names_of, parse_size, split
+from .config import Sampling, names_of, parse_size, split
 from .engine.buffers import MOST_ROWS
 from .engine.engine import Engine
 from .engine.loading import load
@@ -314,8 +314,7 @@ class Server:
             sampling["logit_bias"] = {int(i) if i.isdecimal() and len(i) < 20 else i: one for i, one in bias.items()}
         # Checked here, and what was checked goes on: a mistake would end the answers beside it.
         special_ids(stop_strings(list(stop)), self.engine.tokenizer_or_raise())
-        checked = split(sampling, Sampling, what="option")[0][0].rows(1)
-        check_biases(checked.logit_bias, self.engine.vocab_size)
+        checked = split(sampling, Sampling, what="option")[0][0].rows(1, vocab_size=self.engine.vocab_size)
         drawn = {name: value for name, [value] in vars(checked).items()}
         loop, jobs, queue = asyncio.get_running_loop(), [], asyncio.Queue()
         for ids in prompts:

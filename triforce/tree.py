@@ -106,13 +106,6 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         return 1 + self.spine + len(self.parents)
 
-    def follows(self, row: int) -> int:
-        """The row that a row follows."""
-        return row - 1 if row <= self.spine else self.parents[row - self.spine - 1]
-
-    def rank(self, row: int) -> int:
-        return 0 if row <= self.spine else self.ranks[row - self.spine - 1]
-
 
 def likeliest(chances: tuple[float, ...], spine: int, length: int, *, rows: int, depth: int,
               width: int) -> tuple[Shape, float]:

@@ -41,7 +41,7 @@ FAULTS = [
     Fault("bias-stays", "decode.sampling:SamplingParams.set", "a bias stays", skip("zero_"), "sampling"),
     Fault("top-p-ignored", "decode.sampling:SamplingParams.set", "top_p is ignored wherever nothing is compiled",
           arg("Uses", "top_p", "False"), "sampling"),
-    Fault("noise-of-levels", "decode.sampling:_noise", "levels share noise: a bias", given(level="0"), "sampling"),
+    Fault("noise-of-levels", "decode.sampling:uniform", "levels share noise: a bias", given(level="0"), "sampling"),
 
     Fault("top-p-border", "decode.top_p:smallest_kept", "the nucleus lacks one", op("-", "+"), "sampling -k filters"),
     Fault("ranking-short", "decode.top_p:_most_probable", "a wide nucleus is cut to the first 128 words",

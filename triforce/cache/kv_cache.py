@@ -86,8 +86,8 @@ class KVCache(Store):
                                   length_on_device=spans, shared=shared, interval=flush_interval)
         self.lens = self.prefix.lens  # tokens of each row's prefix
         # Of long views, and in bf16 on a CPU, the kernel for unmasked keys is worth more than one call over both.
-        self.joins_view = 0 < budget <= (LONG_VIEW if spans else budget) and (
-            runs_on.type == "cuda" or dtype == torch.float32)
+        joins = runs_on.type == "cuda" or dtype == torch.float32
+        self.joins_view = joins and budget > 0 and not (spans and budget > LONG_VIEW)
         slots = aligned(flush_interval + (2 * block_size if ahead is None else ahead))
         self.tail = Tail(config, batch, slots, aligned(budget) if self.joins_view else 0, device, dtype)
         # The queries of the block that was last verified: they choose views.

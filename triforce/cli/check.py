@@ -40,10 +40,6 @@ RATES = {"cpu": 4e10 * torch.get_num_threads(), "cuda": 1e14}  # operations a se
 # each layer rounds once more: units of the largest logit, and of a logit's mean size. Half precision adds products in
 # float32 and rounds once. In float32 a thousand numbers are added in any order.
 HALF, FULL = (4.0, 1.5), (40.0, 16.0)
-# Flags of `triforce` that have no meaning here.
-OTHERS = ("prompt", "prompts", "batch_size", "prompt_len", "keep", "question", "questions", "num_samples",
-          "interactive", "system", "prefix", "save_prefix", "chat", "max_new_tokens", "stop", "stop_token_ids",
-          "ignore_eos", "logprobs", "no_speculation", "compare", "show_levels")
 FLAGS = (
     ("prompt-file", FILE, "the text to continue, repeated where it is too short (default: CPython's reference)"),
     ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU up to 122,880)"),
@@ -154,7 +150,7 @@ def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
             "on_ms": 1e3 * on.tbt, "off_ms": 1e3 * off.tbt, "tokens_a_verify": on.block_efficiency,
             "acceptance": on.acceptance_rate, "peak_memory": on.peak_memory,
             "says": f"prefill {prefill:.2f} s; a token {1e3 * off.tbt:.2f} ms, with speculation {1e3 * on.tbt:.2f}: "
-                    f"{off.tbt / on.tbt:.2f}x; {on.block_efficiency:.2f} tokens a verify"}
+                    f"{off.tbt / (on.tbt or math.nan):.2f}x; {on.block_efficiency:.2f} tokens a verify"}
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -214,8 +210,8 @@ def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     own, args = parse_both(
         argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares logits with transformers, and "
         "greedy output with and without speculation; times both.", "triforce check --checkpoint FOLDER --lengths 512")
-    usual = parse([])
-    if other := next((name for name in OTHERS if getattr(args, name) != getattr(usual, name)), None):
+    usual = vars(parse([]))  # flags that are no options: but for the checkpoint they have no meaning here
+    if other := next((name for name in usual if name != "checkpoint" and getattr(args, name) != usual[name]), None):
         raise UserError(f"triforce check asks its own questions; drop --{other.replace('_', '-')}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("triforce check asks its own questions, in one process; drop torchrun")

@@ -222,7 +222,7 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
             messages = messages_of(args, part)
             return engine.encode_prompt(messages if question is None else asked(messages, question), **request.chat)
 
-        document, _ = fit(text, tokenizer.encode, length, "start")
+        document, ids = fit(text, tokenizer.encode, length, "start")
         document, whole = fit(document, join, room, args.keep)
         left = len(tokenizer.encode(document))
     else:

@@ -89,7 +89,6 @@ class DecodeBatch:
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self._texts: list[list[int]] = [[] for _ in range(batch)]  # what the tape holds, as the host knows it
         self.prompt_end = [0] * batch  # lens when the last prefill ended
-        self._ends = [0] * batch  # of what is asked for; a last round may go beyond
         self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self.told = float("inf")  # set by the caller: tokens of the first row that it passed on; a round may bring more
@@ -246,16 +245,16 @@ class DecodeBatch:
         self._open(max_new_tokens, plan, padding)
         if not self._is_compiled:
             begun = time.perf_counter()
-            self._compile()
+            self._compile(max_new_tokens)
             self.rewind(max_new_tokens, plan, padding)
             self._is_compiled, self.waited = True, time.perf_counter() - begun
 
-    def _compile(self) -> None:
+    def _compile(self, max_new_tokens: int) -> None:
         """Has each step compiled, by rounds of every kind, which `rewind` forgets: nothing can be compiled within a
         recording."""
-        for row, (length, end) in enumerate(zip(self.lens, self._ends, strict=True)):
+        for row, length in enumerate(self.lens):
             room = self.settings.flush_interval - 1 - (length - self.cache.lens[row])
-            self.hierarchy.limit(row, min(length + room, end))  # what is emitted has to fit, and to flush nothing
+            self.hierarchy.limit(row, length + min(room, max_new_tokens))  # it has to fit, and to flush nothing
         # Of several rows on one rank, those that check nothing may be unpadded, see `Engine.prepare`.
         unpadded = [ONE_ROW] * (self.batch > 1 and self.target.group is None)
         for plan in [*self.hierarchy.kinds_of_rounds(self.pilot.default), *unpadded]:
@@ -280,16 +279,14 @@ class DecodeBatch:
     def _open(self, max_new_tokens: int, plan: DraftPlan | None, padding: Padding | None) -> None:
         interval = self.settings.flush_interval
         self.compiler.settings = self.params.uses
-        self._ends = [length + max_new_tokens for length in self.lens]
         self._closed = set()
         # A prefix grows by whole intervals.
-        prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
-                       for held, end in zip(self.cache.lens, self._ends, strict=True)]
+        prefix_ends = [min(held + (length + max_new_tokens - held) // interval * interval, self.capacity)
+                       for held, length in zip(self.cache.lens, self.lens, strict=True)]
         self.hierarchy.open(prefix_ends)
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
-        self.hierarchy.open_sources(prefix_ends)
         if self.compiler.recorder is not None:
             torch.cuda.current_stream().synchronize()  # the time of the prefill is not the first round's
         self.num_forwards, self.num_flushes, self._recorded = 0, 0, self.compiler.seconds
@@ -307,7 +304,6 @@ class DecodeBatch:
     def close_row(self, row: int) -> None:
         """The row is finished: later rounds emit nothing for it."""
         self.hierarchy.close_row(row, self.lens[row])
-        self._ends[row] = self.lens[row]
         self._closed.add(row)
         self.pilot.close_row(row)
 

@@ -97,9 +97,6 @@ class Costs:
         self._checks += [self.number["plain", 1]] if plain is not None else []
         self._recent: dict[tuple, deque] = {}  # sums, by the parts that they are made of
 
-    def __getitem__(self, part: tuple) -> float:
-        return float(self.values[self.number[part]])
-
     def step(self, what: str, rows: int) -> tuple:
         """The part that a step of a number of rows is."""
         sizes = [size for name, size in self.number if name == what]

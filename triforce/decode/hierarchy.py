@@ -179,7 +179,7 @@ class Hierarchy:
         self.outer.length[row].fill_(length)
 
     def open(self, ends: list[int]) -> None:
-        """All prompts are in: no row's prefix will outgrow its end. Call `open_sources` after it."""
+        """All prompts are in: no row's prefix will outgrow its end."""
         self._last = self._last_plan = None
         self.cache.prefix.open(ends)
         for level in filter(None, (self.outer, self.inner)):
@@ -188,8 +188,6 @@ class Hierarchy:
             self.view.num_rebuilds = 0
             if self.view.shared is not None:
                 self.view.shared.open(0)
-
-    def open_sources(self, ends: list[int]) -> None:
         for source in self.sources.values():
             source.open(ends)
 

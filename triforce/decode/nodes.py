@@ -24,7 +24,7 @@ class Nodes:
     """
 
     def __init__(self, tree: TokenTree, width: int, batch: int, device):
-        self.tree, self.width, self.device = tree, width, torch.device(device)
+        self.tree, self.width, self.rows, self.device = tree, width, tree.size, torch.device(device)
         self.shape: Shape | None = None
         self.steps = 0  # that grow this shape
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # the next of them
@@ -44,10 +44,6 @@ class Nodes:
         self.growth = Growth(self)
         if not (self.device.type == "meta" or is_compiling()):
             self.set(Shape(longest - 1))
-
-    @property
-    def rows(self) -> int:
-        return self.tree.size
 
     def shape_for(self, spine: int, length: int) -> tuple[Shape, float]:
         """See `tree.shape_for`."""
@@ -70,8 +66,7 @@ class Nodes:
         paths = np.arange(size)[:, None] - np.arange(longest)  # right for the spine; unused rows may have any
         depths[: 1 + shape.spine] = anchors[: 1 + shape.spine] = np.arange(1 + shape.spine)
         first, here, following = [], [[] for _ in range(longest)], [[] for _ in range(longest)]
-        for row in range(1 + shape.spine, shape.rows):
-            parent, rank = shape.follows(row), shape.rank(row)
+        for row, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True), 1 + shape.spine):
             depths[row], distances[row] = depths[parent] + 1, distances[parent] + 1
             paths[row, 1:] = paths[parent, :-1]
             if distances[row] == 1:
@@ -128,11 +123,7 @@ class Growth:
     """The layout of a step that drafts after rows of a tree, each of which sees those that it follows."""
 
     def __init__(self, nodes: Nodes):
-        self.nodes = nodes
-
-    @property
-    def rows(self) -> int:
-        return self.nodes.width
+        self.nodes, self.rows = nodes, nodes.width
 
     def layout(self, device) -> Layout:
         nodes = self.nodes

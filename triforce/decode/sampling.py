@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..config import Sampling, check_biases
+from ..config import Sampling
 from .top_p import STRETCH, in_stretches, running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
@@ -61,9 +61,8 @@ class SamplingParams:
     def set(self, **values) -> None:
         """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Call it
         before a text begins: the text's recorded steps keep those settings."""
-        columns = vars(Sampling(**values).rows(len(self.seed)))
+        columns = vars(Sampling(**values).rows(len(self.seed), vocab_size=self.logit_bias.shape[1]))
         biases = columns.pop("logit_bias")
-        check_biases(biases, self.logit_bias.shape[1])
         self.logit_bias.zero_()
         for row, bias in zip(self.logit_bias, biases, strict=True):
             if bias:
@@ -145,19 +144,12 @@ def _in_two_steps(probs: Tensor, u: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:
     """Uniform numbers in [0, 1): seed [B], position [B, n] -> [B, n] float64, multiples of 2**-52."""
-    if seed.device.type == "cpu" and not is_compiling():
-        # The same arithmetic on the same memory: on a few numbers numpy is several times faster.
-        return torch.from_numpy(_noise(seed.numpy(), position.numpy(), level, purpose) * 2.0**-52)
-    return _noise(seed, position, level, purpose).double() * 2.0**-52
+    bits = mix(key_of(seed, position) + _signed((2 * level + purpose + 1) * GOLDEN))
+    return shift(bits, 12).double() * 2.0**-52
 
 
-def _noise(seed, position, level: int, purpose: int):
-    """52 random bits for each position, as int64; arrays or tensors."""
-    return shift(mix(key_of(seed, position) + _signed((2 * level + purpose + 1) * GOLDEN)), 12)
-
-
-def key_of(seed, position):
-    """64 random bits for each position, [B, n] int64, of seed [B] and position [B, n]; arrays or tensors."""
+def key_of(seed: Tensor, position: Tensor) -> Tensor:
+    """64 random bits for each position, [B, n] int64, of seed [B] and position [B, n]."""
     return mix(mix(seed + GOLDEN)[:, None] + position * GOLDEN)
 
 

@@ -9,7 +9,6 @@ Shapes: B batch, V vocabulary.
 import torch
 from torch import Tensor
 
-from ..model import Transformer
 from ..runtime.graphs import put
 from ..tree import TokenTree
 from . import gumbel, sampling
@@ -91,7 +90,6 @@ class Tape:
             put(self.runners_up, position, ranked[..., 1:])
         return ranked[..., 0]
 
-    def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:
-        """A zero buffer with a row for each of the batch: int64, or wide enough for probabilities of `like`."""
-        dtype = dtype if like is None else torch.promote_types(like.dtype, torch.float32)
+    def buffer(self, *shape: int, dtype=torch.int64) -> Tensor:
+        """A zero buffer with a row for each of the batch."""
         return torch.zeros(len(self.tokens), *shape, dtype=dtype, device=self.tokens.device)

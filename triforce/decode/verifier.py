@@ -11,7 +11,6 @@ Everything between two reads of the outbox is enqueued without the host waiting 
 Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ class RowRound(NamedTuple):
     num_drafted: int
     diverged: bool  # the ranks disagree on it
     beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
-    path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
     is_finite: bool = True  # the logits behind the pending token are
 
 
@@ -49,8 +47,8 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, whether logits are finite, two times
-        self.buffer = tape.buffer(3 * rows + 7)
+        # S tokens, S - 1 origins, four counts, whether the ranks disagree, whether logits are finite, two times
+        self.buffer = tape.buffer(2 * rows + 7)
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
@@ -59,14 +57,14 @@ class Outbox:
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
 
-    def write(self, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor, finite: Tensor,
+    def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, finite: Tensor,
               ranks: tuple[Tensor, Tensor] | None) -> None:
-        """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
-        accepted, drafted, accepted beside the chain. finite [B]: see `RowRound`.
+        """tokens [B, n + 1], origins [B, n], counts [B, 4]: emitted, accepted, drafted, accepted beside the chain.
+        finite [B]: see `RowRound`.
 
         ranks: whether they disagree [B], and the first one's clock [2].
         """
-        for i, part in enumerate((tokens, rows, origins)):
+        for i, part in enumerate((tokens, origins)):
             self.buffer[:, i * self.rows : i * self.rows + part.shape[1]] = part
         self.buffer[:, -8:-4] = counts
         self.buffer[:, -3] = finite
@@ -83,8 +81,8 @@ class Outbox:
             num_emitted, num_accepted, num_drafted, beside, diverged, finite = box[-8:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -8], num_accepted, num_drafted,
-                                   bool(diverged), beside, box[self.rows : self.rows + num_emitted], bool(finite)))
+            rounds.append(RowRound(box[:num_emitted], box[self.rows : -8], num_accepted, num_drafted, bool(diverged),
+                                   beside, bool(finite)))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -113,7 +111,8 @@ class Verifier(Drafter):
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.proposed_from, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_probs = not tape.coupled and any(drafter.emits_probs for drafter in drafters.values())
-        self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_probs else None
+        wide = torch.promote_types(model.dtype, torch.float32)  # as distributions are, see `Tape.probs`
+        self.draft_probs = tape.buffer(rows, tape.vocab_size, dtype=wide) if wants_probs else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
         # Hidden states of the last step, for whoever asks for its logits: they are small, and copied in every step.
         self.hidden = tape.buffer(tree.rows, model.config.dim, dtype=model.dtype) if level == FULL else None
@@ -281,7 +280,7 @@ class Verifier(Drafter):
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
             origins = tape.at(tape.origin, position[:, :n])
             finite = logits[:, 0].sum(-1, dtype=torch.float32).isfinite()  # of text alone: a draft may be anything
-            self.outbox.write(tokens, verdict.rows[:, : n + 1], origins, counts, finite, ranks)
+            self.outbox.write(tokens, origins, counts, finite, ranks)
         self.length.copy_(start + num_emitted)
 
     def _match(self, tape: Tape, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,

@@ -1,4 +1,4 @@
-"""Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
+"""Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of the command line.
 
     Engine.stream -> Session.round -> DecodeBatch.round -> Hierarchy.round -> Verifier.check -> Transformer.forward
 
@@ -24,18 +24,7 @@ from torch import Tensor
 
 from ..cache.blocks import prefill_blocks
 from ..cache.kv_cache import KVCache
-from ..config import (
-    Placement,
-    Sampling,
-    Settings,
-    as_count,
-    as_numbers,
-    check_biases,
-    check_logprobs,
-    one_of,
-    split,
-    takes,
-)
+from ..config import Placement, Sampling, Settings, as_count, as_numbers, check_logprobs, one_of, split, takes
 from ..decode.batch import DecodeBatch, Models
 from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from ..errors import NotFinite, TooLong, UserError
@@ -50,7 +39,7 @@ from ..runtime.threads import Threads
 from . import finite, memory
 from .buffers import Buffers
 from .conversation import Chat
-from .keep import check_keep, cut
+from .keep import WAYS, cut
 from .output import Generation, special_ids, stop_ids, stop_strings
 from .prompt_cache import OF_PROMPT, Prefix, asked, check_prefix, check_room, common_length, opened, storable
 from .prompt_cache_folder import PromptCacheFolder
@@ -416,7 +405,7 @@ class Engine:
         limits = [as_count("max_new_tokens", one, 256) for one in limits]
         if len(limits) != len(prompts):
             raise UserError(f"max_new_tokens has {len(limits)} values for {len(prompts)} prompts; give one a prompt")
-        check_keep(keep)
+        one_of(None, *WAYS)("keep", keep)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         for name, value in (("ignore_eos", ignore_eos), ("speculate", speculate), ("one_row", one_row)):
             one_of(True, False)(name, value)
@@ -435,8 +424,8 @@ class Engine:
                             "fewer at a time (--num-samples, or prompts)")
         ids, dropped = self._encoded(prompts, limits, prefix, keep, chat_template, chat_template_kwargs)
         ids, dropped, limits = ([one for one in each for _ in range(count)] for each in (ids, dropped, limits))
-        sampling = sampling.rows(len(prompts), count, lambda: agreed(self.target.group, random.getrandbits(32)))
-        check_biases(sampling.logit_bias, self.vocab_size)
+        sampling = sampling.rows(len(prompts), count, lambda: agreed(self.target.group, random.getrandbits(32)),
+                                 self.vocab_size)
         return Call(ids=ids, prefix=prefix, limits=limits, sampling=sampling, stops=stops,
                     eos_ids=(*ends, *(() if ignore_eos else self.eos_ids)),
                     plan=None if speculate else ONE_ROW if one_row else AUTOREGRESSION, on_prefill=on_prefill,

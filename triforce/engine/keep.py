@@ -3,15 +3,7 @@
 import bisect
 from collections.abc import Callable
 
-from ..errors import UserError
-
 WAYS = ("start", "end", "both")
-
-
-def check_keep(keep) -> None:
-    """Raises UserError if it is neither None nor one of the ways."""
-    if keep is not None and keep not in WAYS:
-        raise UserError(f"keep ({keep!r}) must be one of {', '.join(WAYS)}, or left out, and the prompt shorter")
 
 
 def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = None) -> list[int] | str:

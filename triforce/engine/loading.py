@@ -42,15 +42,15 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     device, longest = place.device, place.max_seq_len
     folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
     files = files_of(folder)
-    config, draft_config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights)), None
-    if draft_folder is not None:
-        draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
+    config = ckpt.read_config(folder, longest, place.weights)
+    draft_config = draft_folder and ckpt.read_config(draft_folder, longest)
     resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
     check_target(place, config, device)
-    dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
+    dtype = find_dtype(place.dtype, config.dtype or ckpt.stored_dtype(folder), device)
+    local = shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
     parts = memory.weight_parts(local, draft_config, dtype, copies=place.draft_dtype is not None)
@@ -95,7 +95,7 @@ def check_target(place: Placement, config: ModelConfig, device: torch.device | N
         check_copy(config, device)
 
 
-def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+def find_dtype(dtype, checkpoint_dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """The dtype asked for; by default the checkpoint's on a GPU, float32 on a CPU."""
     return ckpt.parse_dtype(dtype or (checkpoint_dtype if device.type == "cuda" else None) or "float32")
 

@@ -46,16 +46,13 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
         return config_from_hf(hf).within(max_seq_len).quantized(weights)
 
 
-def as_stored(folder: Path, config: ModelConfig) -> ModelConfig:
+def as_stored(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
     """What is stored counts, as in transformers: an output layer that is not the embedding is not tied to it. It reads
     both weights where config.json calls them tied and files have both."""
-    if not config.tie_word_embeddings:
-        return config
-    found = [tensor for path in find_weights(Path(folder)) for name, tensor in open_tensors(path).items()
-             if name in (EMBEDDING, OUTPUT)]
+    found = [tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors] if config.tie_word_embeddings else []
     same = len(found) != 2 or found[0].dtype == found[1].dtype and torch.equal(
         *(one.reshape(-1).view(torch.uint8) for one in found))
-    return replace(config, tie_word_embeddings=same)
+    return config if same else replace(config, tie_word_embeddings=False)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -127,13 +124,12 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
     config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(Path(folder))
-    config = as_stored(folder, config)
+    pairs = [pair for path in files for pair in open_tensors(path).items()]
+    config = as_stored(config, dict(pairs))
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
-    stored = unpacked(folder, [pair for path in files for pair in open_tensors(path).items()], table)
-    dtypes = [tensor.dtype for _, tensor in stored]
-    wide = [torch.bfloat16] if FP8 in dtypes else [dtype for dtype in dtypes if _is_wide(dtype)]
-    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
+    stored = unpacked(folder, pairs, table)
+    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or _dtype_of(stored)))
     parameters, missing = dict(model.named_parameters()), set(table)
 
     def check(name: str, tensor: Tensor) -> None:
@@ -166,6 +162,16 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         list(readers.map(read, *zip(*work, strict=True)))
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The weights' own dtype, for a config.json that names none."""
+    return _dtype_of([pair for path in find_weights(Path(folder)) for pair in open_tensors(path).items()])
+
+
+def _dtype_of(tensors: list[tuple[str, Tensor]]) -> torch.dtype:
+    dtypes = [tensor.dtype for _, tensor in tensors]
+    return torch.bfloat16 if FP8 in dtypes else next(filter(_is_wide, dtypes), torch.bfloat16)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

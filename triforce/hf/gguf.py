@@ -99,6 +99,8 @@ class GGUF:
             "tie_word_embeddings": "output.weight" not in self.tensors, **self._rope_scaling()}
         if rotated != head:
             config["partial_rotary_factor"] = rotated / head
+        if self.kind == "phi3":  # which transformers reads here alone
+            config["original_max_position_embeddings"] = self.value("rope.scaling.original_context_length", COUNT, None)
         if self.kind == "gemma3":  # the 27B, of 62 layers, has a scale of its own, which a file does not say
             config["query_pre_attn_scalar"] = dim // heads if config["num_hidden_layers"] == 62 else head
         return {key: value for key, value in config.items() if value is not None}
