@@ -1,10 +1,11 @@
 """Which calls of a step are recorded and which replayed, with recordings that only say what was called."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import refused
+from conftest import make_engine, random_pair, random_prompt, refused
 
 from triforce.runtime import graphs
 from triforce.runtime.graphs import Compiler, Graphed
@@ -90,3 +91,22 @@ def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "file" / "below"))
     refused("TRIFORCE_CACHE", graphs.cache_folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": "coupled", "tree_size": 32}, {"max_batch_size": 2}])
+def test_the_rounds_that_compile_take_every_step(options, monkeypatch):
+    """Whatever plan follows, no answer waits for a compiler once more. Traced alone, which takes as many functions."""
+    trace = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="eager"))
+    monkeypatch.setattr(graphs, "compiled", trace)
+    target, draft = random_pair()
+    engine = make_engine(target, draft, gamma="auto", gamma_inner=3, budget=128, flush_interval=32, compile=True,
+                         **options)
+    ids = [random_prompt(200 + 8 * row) for row in range(options.get("max_batch_size", 1))]
+    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=256), torch.inference_mode():
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        state = engine.prepare(ids, 2000, temperature=0.8, seed=[0] * len(ids))
+        traced, plans = torch._dynamo.utils.counters["stats"]["unique_graphs"], state.pilot.controller.plans
+        assert traced > before + 5 and {plan.source for plan in plans if plan.retrieval} >= {*state.hierarchy.sources}
+        for plan in plans:
+            state.round(plan)
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced, plan

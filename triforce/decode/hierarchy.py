@@ -163,7 +163,8 @@ class Hierarchy:
         """Plans that together take every padded step. default: the plan of rounds where none is chosen."""
         plans = [DraftPlan(), *(DraftPlan(1, source) for source in self.sources)]
         if self.inner is not None:  # two drafted tokens run the steps that more would
-            plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
+            short = replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2))
+            plans += [replace(short, source=source) for source in self.sources or [None]]
         return plans
 
     def prefill(self, row: int, length: int, fresh: bool) -> None:
