@@ -264,8 +264,8 @@ def speed(engine: Engine, prompts: list[list[int]], args) -> dict[str, float]:
             if controller := engine.buffers.state.pilot.controller:  # gamma="auto": what it knows at the end
                 row[f"T{temperature:g}_plan"] = str(controller.plan)
                 row[f"T{temperature:g}_rates"] = {name: round(rate.mean, 3) for name, rate in controller.rates.items()}
-                row["costs_ms"] = {" ".join(map(str, part)): round(controller.costs[part], 2)
-                                   for part in controller.costs.number}
+                row["costs_ms"] = {" ".join(map(str, part)): round(float(controller.costs.values[at]), 2)
+                                   for part, at in controller.costs.number.items()}
     for temperature, some in runs.items():
         every = {"ms": [run.stats.tbt * 1e3 for run in some], "loops": [repeated(run.tokens) for run in some],
                  "tokens_a_verify": [run.stats.block_efficiency for run in some]}
@@ -326,7 +326,9 @@ def stretched(folder: str, factor: float, place: Path) -> str:
         (made / path.name).symlink_to(path)
     config = json.loads((made / "config.json").read_text())
     window = config["max_position_embeddings"]
-    config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": window}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    config[key] = {**(config.get(key) or {}), "rope_type": "yarn", "factor": factor,
+                   "original_max_position_embeddings": window}
     (made / "config.json").unlink()
     (made / "config.json").write_text(json.dumps(config))
     return str(made)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from triforce.errors import UserError
 from triforce.hf import folders
-from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config, stored_dtype
+from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
 from triforce.hf.config import config_from_hf
 from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
@@ -182,7 +182,7 @@ def test_dtype(folder):
     model = load_model(folder, dtype=torch.float64)
     assert model.rope.frequencies.dtype == torch.float32 and model.rope.frequencies.device.type == "cpu"
     edit(folder, torch_dtype=None)
-    assert load_model(folder).dtype == stored_dtype(folder) == torch.float32  # the file's
+    assert load_model(folder).dtype == torch.float32  # the file's
     edit(folder, torch_dtype="int4")
     refused("'int4' is unknown.*bfloat16", load_model, folder)
 

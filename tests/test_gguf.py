@@ -20,7 +20,7 @@ from triforce.hf.checkpoint import eos_token_ids, load_model, open_tensors
 from triforce.hf.convert import convert_gguf
 from triforce.hf.gguf import GGUF
 from triforce.hf.tokenizer import Tokenizer
-from triforce.hf.vocabulary import read_sentencepiece
+from triforce.hf.vocabulary import merges_of, read_sentencepiece
 
 # What llama.cpp calls what a config calls otherwise.
 KEYS = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -127,11 +127,12 @@ def test_has_the_weights_that_transformers_reads(tmp_path, family, quantize):
 
 @pytest.mark.parametrize("family, scaling, kept", [
     ("LLaMA-2-7B-32K", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}, ()),
+    ("LLaMA-2-7B-32K", {"llama.rope.scaling.factor": 8.0}, ()),  # llama.cpp's default
     ("YaRN, of Qwen2.5", {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
                           "qwen2.rope.scaling.original_context_length": 64}, ()),
     ("YaRN, all fields", {f"llama.rope.scaling.{key}": value for key, value in (
         ("type", "yarn"), ("factor", 8.0), ("original_context_length", 32), ("yarn_beta_fast", 16.0),
-        ("yarn_beta_slow", 2.0), ("attn_factor", 1.5))}, ()),
+        ("yarn_beta_slow", 2.0), ("attn_factor", 1.0))}, ()),
     ("Llama 3.1, its band", {}, ("rope_freqs.weight",)),
     ("Phi-4-mini", {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.dimension_count": 12},
      ("rope_factors_long.weight", "rope_factors_short.weight"))])
@@ -142,9 +143,12 @@ def test_scaled_rotations(tmp_path, family, scaling, kept):
     if plain is not None:
         factors = [(kept[0], (plain.model.rotary_emb.inv_freq / build(family).model.rotary_emb.inv_freq).tolist())]
         assert max(factors[0][1]) > 7 and any(1.1 < one < 7 for one in factors[0][1])
-    theirs = write(tmp_path / "m.gguf", family, fields={**BYTES, **scaling}, factors=factors)
+    # Of YaRN, llama.cpp multiplies the usual factor by `attn_factor`.
+    usual = {**(config_json(family)["rope_scaling"] or {}), "attention_factor": None}
+    more = {"rope_scaling": usual} if "all" in family else {}
+    theirs = write(tmp_path / "m.gguf", family, fields={**BYTES, **scaling}, factors=factors, **more)
     found = GGUF(tmp_path / "m.gguf").model.rope_scaling
-    assert family != "YaRN, all fields" or (found.beta_fast, found.beta_slow, found.attention_factor) == (16, 2, 1.5)
+    assert family != "YaRN, all fields" or (found.beta_fast, found.beta_slow) == (16, 2)
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
 
@@ -194,13 +198,28 @@ def test_the_tokenizer_is_the_folders(tmp_path, name):
         assert ours.apply_chat_template(messages) == source.apply_chat_template(messages)
 
 
+def test_merges_go_by_scores(tmp_path):
+    """Of a sentencepiece vocabulary: pieces that were added at its end may come first."""
+    folder = make_folders(tmp_path)["sentencepiece, new"]
+    fields = token_fields(folder)
+    tokens = fields["tokenizer.ggml.tokens"]
+    backwards = {name: i for i, name in reversed([*enumerate(tokens)])}
+    for scores, order in (([-float(i) for i in range(len(tokens))], dict(reversed(backwards.items()))),
+                          ([float(i) for i in range(len(tokens))], backwards)):
+        write(tmp_path / "m.gguf", "Llama 3", fields=fields | {"tokenizer.ggml.scores": scores}, vocab_size=len(tokens))
+        found = json.loads(GGUF(tmp_path / "m.gguf").tokenizer()[0].to_str())["model"]["merges"]
+        assert [tuple(one) for one in found] == merges_of(order)
+    assert merges_of(backwards) != merges_of(dict(reversed(backwards.items())))
+
+
 def test_the_command(tmp_path, capsys):
-    write(tmp_path / "a model.gguf", quantize=Q8_0, intermediate_size=128)
+    fields = {**BYTES, "tokenizer.ggml.eom_token_id": 1}
+    write(tmp_path / "a model.gguf", quantize=Q8_0, intermediate_size=128, fields=fields)
     assert main(["convert", "--gguf", str(tmp_path / "a model.gguf")]) == 0
     assert str(tmp_path / "a model") in capsys.readouterr().out
     tensors = open_tensors(tmp_path / "a model/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    assert json.loads((tmp_path / "a model/generation_config.json").read_text()) == {"eos_token_id": [0, 2]}
+    assert json.loads((tmp_path / "a model/generation_config.json").read_text()) == {"eos_token_id": [0, 1, 2]}
     assert load(tmp_path / "a model", draft=False, device="cpu").generate([1, 3, 1], 3, ignore_eos=True).tokens
     assert main(["convert", "--gguf", str(tmp_path / "a model.gguf")]) == 2
     assert "choose another --out-dir" in capsys.readouterr().err
@@ -214,6 +233,9 @@ def test_the_command(tmp_path, capsys):
     ({"qwen2.expert_count": 8}, "num_local_experts 8 is not supported"),
     ({"qwen2.attention.value_length": 8}, "keys have 16 dimensions and values 8"),
     ({"qwen2.rope.scaling.type": "other", "qwen2.rope.scaling.factor": 2.0}, "rope type 'other'"),
+    ({"qwen2.rope.scaling.yarn_ext_factor": 0.0}, "qwen2.rope.scaling.yarn_ext_factor 0.0 is not supported"),
+    ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 2.0, "qwen2.rope.scaling.attn_factor": 1.5},
+     "rope.scaling.type 'yarn' and attn_factor 1.5 are not supported without tensors of factors"),
     ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
     ({"tokenizer.ggml.pre": "tekken"}, "'tekken', is not supported")])
 def test_what_is_refused(tmp_path, capsys, fields, says):
@@ -238,6 +260,10 @@ def test_tensors_that_do_not_fit(tmp_path):
     with pytest.raises(UserError, match="tensor blk.0.ffn_gate_exps.weight, which has no place"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
+    fields = {**BYTES, "qwen2.rope.scaling.factor": 2.0}
+    write(tmp_path / "m.gguf", fields=fields, factors=[("rope_freqs.weight", [1.0])])
+    with pytest.raises(UserError, match="rope.scaling.type 'linear' .* not supported with tensors of factors"):
+        GGUF(tmp_path / "m.gguf")
     write(tmp_path / "n.gguf", cut=["model.layers.1.mlp.down_proj.weight"])
     out = convert_gguf(tmp_path / "n.gguf", tmp_path / "next")
     with pytest.raises(UserError, match="1 of .* tensors are missing, as model.layers.1.mlp.down_proj.weight"):

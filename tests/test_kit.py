@@ -147,6 +147,8 @@ def test_what_this_machine_has_is_the_default(command, monkeypatch):
     (["check", "--qiuck"], "--qiuck is not a known flag"), (["check", "--device", "tpu"], "device 'tpu' is unknown"),
     (["check", "--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
     (["check", "--prefix", "x"], "asks its own questions; drop --prefix"),
+    (["check", "--save_every", "5"], "asks its own questions; drop --save-every"),
+    (["check", "--prompt_file", "nowhere.txt"], "nowhere.txt"),
     *((["check", *flags], f"asks its own questions; drop {flags[0]}") for flags in (
         ["--max-new-tokens", "9"], ["--batch-size", "4"], ["--no-speculation"], ["--keep", "end"], ["--stop", "x"])),
     (["check", "--new", "1"], "--new (1) must be at least 2"),

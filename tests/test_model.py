@@ -55,6 +55,17 @@ def test_whose_window_slides():
         assert config.max_len == 256
 
 
+@pytest.mark.parametrize("family, theta", [("Olmo3", 5e5), ("Gemma3", 300.0)])
+def test_who_reads_the_base_of_layers_with_a_window(family, theta):
+    """Gemma alone. Neither reads an original window beside its scaling."""
+    fields = {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 64,
+              "rope_local_base_freq": 300.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
+              "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = config_from_hf({**HF, **fields})
+    assert (config.sliding_theta, config.rope_theta) == (theta, 1e4)
+    assert config.rope_scaling.original_max_position_embeddings == 256
+
+
 def test_a_key_without_a_value_says_nothing():
     silent = dict.fromkeys(("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types",
                             "num_experts", "dual_chunk_attention_config", "rope_scaling"))
@@ -158,7 +169,6 @@ def test_two_spellings_of_a_scaling_are_one(fields):
         "original_max_position_embeddings": 32}}, "in the scaling says 32, .* beside it says 4096"),
     *(({"architectures": [f"{family}ForCausalLM"], **more}, words) for family in ("Gemma3", "Olmo3")
       for more, words in (({"rope_parameters": DEFAULT}, "rope_parameters is .*must be by kind of layer"),
-                          ({"original_max_position_embeddings": 64}, "original_max_position_embeddings 64 is not"),
                           ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is missing"),
                           ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False, and must be true"),
                           ({"rope_parameters": {"full_attention": DEFAULT, "truncate": False}}, "truncate is False"))),

@@ -1,5 +1,6 @@
 """Weights of 4 and 8 bits: a folder that packs them loads as the folder of the wide weights that they stand for."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +33,7 @@ class Kind:
     bits: int = 4
     shuffled: bool = False  # the groups of a layer's inputs
     version: str = "gptq"
+    spelt: str = "checkpoint_format"  # of the version
     symmetric: bool = True
     group: int = GROUP
     biases: bool = False
@@ -40,7 +42,7 @@ class Kind:
     def config(self) -> dict:
         if self.method == "gptq":
             return {"quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.shuffled,
-                    "sym": False, "checkpoint_format": self.version}
+                    "sym": False, self.spelt: self.version}
         if self.method == "awq":
             return {"quant_method": "awq", "bits": 4, "group_size": self.group, "zero_point": True, "version": "gemm"}
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False,
@@ -57,13 +59,13 @@ class Kind:
         group = group[torch.randperm(inputs)] if self.shuffled else group
         scales = (torch.rand(outputs, inputs // size) / middle).half()  # [O, G]
         has_middle = self.method == "compressed-tensors" and self.symmetric
-        zeros = torch.full(scales.shape, middle) if has_middle else torch.randint(1, 2 * middle, scales.shape)
+        zeros = torch.full(scales.shape, middle) if has_middle else torch.randint(0, 2 * middle, scales.shape)
         numbers = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, 2 * middle - 1).int()
         wide = (numbers - zeros[:, group]).half() * scales[:, group]
         if self.method == "gptq":
             less = int(self.version == "gptq")
             return wide, {"qweight": pack(numbers, self.bits).T, "scales": scales.T, "g_idx": group.int(),
-                          "qzeros": pack(zeros.T - less, self.bits)} | (
+                          "qzeros": pack((zeros.T - less) % (2 * middle), self.bits)} | (
                               {"bias": torch.zeros(outputs).half()} if self.biases else {})
         if self.method == "awq":
             return wide, {"qweight": pack(numbers.T, 4, AWQ_COLUMNS), "qzeros": pack(zeros.T, 4, AWQ_COLUMNS),
@@ -92,6 +94,7 @@ def folders(kind: Kind, family: str, place) -> tuple:
 
 
 KINDS = {"GPTQ": Kind("gptq"), "GPTQ, version 2": Kind("gptq", version="gptq_v2"), "GPTQ, 8 bits": Kind("gptq", bits=8),
+         "GPTQ, version 2 of transformers 5": Kind("gptq", version="gptq_v2", spelt="format"),
          "GPTQ, biases of zeros": Kind("gptq", biases=True), "GPTQ, all inputs": Kind("gptq", group=-1),
          "GPTQ, shuffled": Kind("gptq", shuffled=True), "AWQ": Kind("awq"),
          "symmetric": Kind("compressed-tensors"), "with zeros": Kind("compressed-tensors", symmetric=False),
@@ -107,6 +110,17 @@ def test_packed_weights_are_the_wide_ones(name, family, tmp_path):
     assert all(torch.equal(tensor, same[name]) for name, tensor in packed.named_parameters())
     assert packed.config == wide.config  # so it takes as much memory
     assert packed.config.float8 is None and len({tensor.std().item() for tensor in same.values()}) > 5
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_a_packed_head_is_what_it_is_whatever_is_said_of_ties(method, tmp_path):
+    (packed, _), kind = folders(Kind(method), "Llama 3", tmp_path), Kind(method)
+    tensors = load_file(packed / "model.safetensors")
+    head, parts = kind.packed(tensors.pop("lm_head.weight").float())
+    save_file(tensors | {f"lm_head.{name}": part.contiguous() for name, part in parts.items()},
+              packed / "model.safetensors", metadata={"format": "pt"})
+    edit(packed, tie_word_embeddings=True, quantization_config={**kind.config, "lm_head": True, "ignore": []})
+    assert torch.equal(load_model(packed, dtype="float16").output.weight, head)
 
 
 @pytest.fixture
@@ -162,6 +176,12 @@ def saying(**config):
     (saying(quant_method="gptq", bits=4, dynamic={"+:.*": {"bits": 8}}), "dynamic"),
     (saying(quant_method="awq", bits=4, zero_point=True, version="gemv"), "version 'gemv'"),
     (saying(quant_method="awq", bits=4, zero_point=True, group_size="16"), "group_size is '16'.*must be"),
+    (saying(quant_method="gptq", bits=4, format="marlin"), "format 'marlin'"),
+    *((storing(f"model.layers.0.mlp.up_proj.{name}", value), says) for name, value, says in (
+        ("g_idx", torch.zeros(64, dtype=torch.int32), r"scales \(112, 4\) .* do not fit Packing"),
+        ("scales", torch.full((4, 112), math.nan).half(), "do not fit Packing"),
+        ("qzeros", torch.zeros(1, 14, dtype=torch.int32), "zeros .112, 1., which do not fit Packing"),
+        ("qweight", torch.zeros(8, 112), "packed numbers are torch.float32, where words of int32 belong"))),
     *((storing(f"model.layers.0.mlp.up_proj.{missing}", None), r"layers.0.mlp.up_proj is packed, and has only .*; "
        "download it again") for missing in ("scales", "qzeros"))])
 def test_what_is_refused(change, says, tmp_path):

@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_state, positions, random_prompt, run_rounds
+from conftest import (
+    assert_view_holds_its_selection,
+    bits_of_rows,
+    make_engine,
+    make_state,
+    positions,
+    random_prompt,
+    run_rounds,
+)
 
+from triforce import attention
+from triforce.cache import kv_cache
 from triforce.cache.views import RetrievalView, chunk_scores
-from triforce.decode.plan import DraftPlan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
@@ -63,3 +73,39 @@ def test_chunks_are_scored_where_products_leave_the_range_of_float16():
     exact = chunk_scores(queries.double(), keys.double(), torch.ones(8), torch.zeros(20))
     assert (queries @ keys.transpose(1, 2).repeat_interleave(2, 0)).min() > 65_504
     assert torch.isfinite(scores).all() and torch.equal(scores.argmax(1), exact.argmax(1))
+
+
+def up_to_by_loops(q, k, v, parts):
+    """`attention.up_to` on a CPU: a key at a time that a part's place and length name, a row at a time."""
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], float("inf"))
+    tokens = sum((n - 1) * (x // k.stride(2)) for n, x in zip(k.shape[:3], k.stride(), strict=False)) + 1
+    k, v = (x.as_strided((tokens, q.shape[-1]), (x.stride(2), 1)) for x in (k, v))
+    flat = zip(q.flatten(0, 2), out.flatten(0, 2), lse.flatten(0, 2), parts.keys.tolist(),
+               parts.lengths.flatten().tolist(), strict=False)
+    for rows, outs, sums, first, length in flat:
+        for i in range(len(rows) * (length > 0)):
+            scores = (k[first : first + length] * rows[i]).sum(-1) * q.shape[-1] ** -0.5
+            sums[i], outs[i] = scores.logsumexp(0), scores.softmax(0) @ v[first : first + length]
+    return out, lse
+
+
+@pytest.mark.parametrize("more", [{}, {"draft_cache": "query"},
+                                  {"sampling": "coupled", "leaves": 1, "leaves_inner": 2}])
+def test_long_views_are_read_as_the_prefix(pair, more, monkeypatch):
+    """Up to a length on the device, apart from the tail: bits stay, and as many drafts are kept as of views before the
+    tail; of rows that fit their view all."""
+    monkeypatch.setattr(attention, "spans", lambda *_: True)
+    monkeypatch.setattr(attention, "up_to", up_to_by_loops)
+    prompts, kept = [random_prompt(500), random_prompt(300, seed=2), [5]], {}
+    for long in (0, 4096):
+        monkeypatch.setattr(kv_cache, "LONG_VIEW", long)
+        engine = make_engine(pair[0], budget=384, flush_interval=32, max_batch_size=3, gamma=4, gamma_inner=1, **more)
+        state = engine.prepare(prompts, 300, temperature=1.0 if "sampling" in more else 0.0, seed=[1, 2, 3])
+        view = state.hierarchy.view
+        assert (view.joined, view.length_on_device) == (long > 0, long == 0)
+        said = bits_of_rows(state, 40)
+        kept[long] = state.hierarchy.outer.totals[:, :2].tolist()
+        assert view.selected == [True, False, False] and state.num_flushes >= 3
+        state.rewind(300)
+        assert bits_of_rows(state, 40, plan=AUTOREGRESSION) == said
+    assert kept[0] == kept[4096] and all(a == b for a, b in kept[0][1:]) and kept[0][0][0] < kept[0][0][1]

@@ -125,7 +125,8 @@ def llama_json_folder(folder, source, config, model_type="llama"):
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                          decoders.Strip(" ", 1, 0)])
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    end = AddedToken("</s>", special=True, normalized=False, rstrip=model_type == "phi3")  # as published
+    backend.add_special_tokens(["<unk>", "<s>", end])
     backend.post_processor = bos_template("<s>")(backend)
     backend.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", config)

@@ -346,7 +346,7 @@ class Placement(Options):
     """Where a model runs, in what, and how much memory it may have."""
 
     device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
-    dtype: "str | torch.dtype | None" = option(None, "float32, float16, bfloat16; default: as stored, on a CPU float32")
+    dtype: "str | torch.dtype | None" = option(None, "float32, float16, bfloat16; default: config.json's, CPU: float32")
     compile: bool | None = option(
         None, "compile steps (up to a minute, later 15 s); pays from 10,000 new tokens on. Default: on a GPU recorded "
         "graphs; --interactive compiles. --no-compile: neither", one_of(True, False), action=BooleanOptionalAction)

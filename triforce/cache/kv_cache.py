@@ -17,7 +17,7 @@ from .offload import Offload
 from .prefix import PrefixStore
 from .store import Store
 
-LONG_VIEW = 24576  # tokens of a view, beyond which a GPU reads it as it reads the prefix
+LONG_VIEW = 24576  # tokens of four KV heads or more, beyond which a GPU reads a view as it reads the prefix
 ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each part of a product
 
 
@@ -60,7 +60,7 @@ class KVCache(Store):
     """Prefix, tail, and the newest queries: allocated once, sized by `capacity` tokens a row.
 
     Args:
-        budget: tokens of a view that is to lie before the tail; 0: none.
+        budget: tokens of a view, which is to lie before the tail unless it is long; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
         ahead: slots of the tail behind those of a flush interval, for what is drafted ahead. None: 2 * block_size.
@@ -87,7 +87,7 @@ class KVCache(Store):
         self.lens = self.prefix.lens  # tokens of each row's prefix
         # Of long views, and in bf16 on a CPU, the kernel for unmasked keys is worth more than one call over both.
         joins = runs_on.type == "cuda" or dtype == torch.float32
-        self.joins_view = joins and budget > 0 and not (spans and budget > LONG_VIEW)
+        self.joins_view = joins and budget > 0 and not (spans and budget > LONG_VIEW * max(4 // config.n_kv_head, 1))
         slots = aligned(flush_interval + (2 * block_size if ahead is None else ahead))
         self.tail = Tail(config, batch, slots, aligned(budget) if self.joins_view else 0, device, dtype)
         # The queries of the block that was last verified: they choose views.

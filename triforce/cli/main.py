@@ -156,7 +156,7 @@ def parse_both(argv: list[str], flags: tuple, command: str, about: str,
                description=about, epilog=f"{epilog}\n\n    {example}")
     for name, how, help in flags:
         p.add_argument(f"--{name}", help=help, **how)
-    own, rest = p.parse_known_args(argv)
+    own, rest = p.parse_known_args([_spell(one, p._option_string_actions) for one in argv])
     return own, parse(rest)
 
 

@@ -74,10 +74,9 @@ class SamplingParams:
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
         drawn = any(columns["temperature"])
-        self._needed = Uses(
-            greedy=0.0 in columns["temperature"], drawn=drawn, top_k=drawn and any(columns["top_k"]),
-            top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]),
-            logit_bias=any(biases))
+        self._needed = Uses(greedy=0.0 in columns["temperature"], drawn=drawn, top_k=drawn and any(columns["top_k"]),
+                            top_p=drawn and any(p < 1 for p in columns["top_p"]),
+                            min_p=drawn and any(columns["min_p"]), logit_bias=any(biases))
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -49,8 +49,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
     check_target(place, config, device)
-    dtype = find_dtype(place.dtype, config.dtype or ckpt.stored_dtype(folder), device)
-    local = shard_config(config, group)
+    dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
     parts = memory.weight_parts(local, draft_config, dtype, copies=place.draft_dtype is not None)
@@ -95,8 +94,8 @@ def check_target(place: Placement, config: ModelConfig, device: torch.device | N
         check_copy(config, device)
 
 
-def find_dtype(dtype, checkpoint_dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype asked for; by default the checkpoint's on a GPU, float32 on a CPU."""
+def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+    """The dtype asked for; by default what config.json says on a GPU, else float32."""
     return ckpt.parse_dtype(dtype or (checkpoint_dtype if device.type == "cuda" else None) or "float32")
 
 

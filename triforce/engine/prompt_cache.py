@@ -160,9 +160,8 @@ def layout_of(engine: "Engine", num_tokens: int, length: int, store: PrefixStore
     config, firsts = engine.target.config, ()
     [dtype] = (name for name, dtype in prompt_cache_file.DTYPES.items() if dtype == engine.target.dtype)
     if config.sliding_layers:
-        firsts = tuple(store.first(i, length) if store is not None else
-                       max(length - config.sliding_window, 0) * (i in config.sliding_layers)
-                       for i in range(config.n_layer))
+        firsts = tuple(max(length - config.sliding_window, 0) * (i in config.sliding_layers) if store is None else
+                       store.first(i, length) for i in range(config.n_layer))
     return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype,
                   firsts)
 

@@ -52,7 +52,8 @@ def as_stored(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
     found = [tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors] if config.tie_word_embeddings else []
     same = len(found) != 2 or found[0].dtype == found[1].dtype and torch.equal(
         *(one.reshape(-1).view(torch.uint8) for one in found))
-    return config if same else replace(config, tie_word_embeddings=False)
+    packed = {"lm_head.qweight", "lm_head.weight_packed"} & tensors.keys()
+    return config if same and not packed else replace(config, tie_word_embeddings=False)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -129,7 +130,9 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
     stored = unpacked(folder, pairs, table)
-    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or _dtype_of(stored)))
+    dtypes = [tensor.dtype for _, tensor in stored]
+    wide = [torch.bfloat16] if FP8 in dtypes else [dtype for dtype in dtypes if _is_wide(dtype)]
+    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
     parameters, missing = dict(model.named_parameters()), set(table)
 
     def check(name: str, tensor: Tensor) -> None:
@@ -162,16 +165,6 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         list(readers.map(read, *zip(*work, strict=True)))
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The weights' own dtype, for a config.json that names none."""
-    return _dtype_of([pair for path in find_weights(Path(folder)) for pair in open_tensors(path).items()])
-
-
-def _dtype_of(tensors: list[tuple[str, Tensor]]) -> torch.dtype:
-    dtypes = [tensor.dtype for _, tensor in tensors]
-    return torch.bfloat16 if FP8 in dtypes else next(filter(_is_wide, dtypes), torch.bfloat16)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -26,6 +26,7 @@ FEATURES = {"GlmForCausalLM": {"rotary_interleaved": True}, "Qwen3ForCausalLM": 
 # Families whose full layers are the last of every few: how few, and the base of the other layers; None: the same. All
 # but gpt-oss scale the rotation of full layers alone, and may describe it by kind of layer.
 PATTERNS = {"Gemma3ForCausalLM": (6, 1e4), "Olmo3ForCausalLM": (4, 5e5), "GptOssForCausalLM": (2, None)}
+BY_KIND = ("Gemma3ForCausalLM", "Olmo3ForCausalLM")  # their `rope_parameters` have a part for each kind of layer
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "n_routed_experts", "kv_lora_rank", "q_lora_rank",
            "mlp_only_layers", "shared_expert_intermediate_size", "use_bidirectional_attention")
@@ -198,7 +199,7 @@ def _nope_layers(fields: Fields) -> tuple[int, ...]:
 
 def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None, RopeScaling, float | None]:
     """(theta, share of a head that is rotated, scaling, theta of sliding layers) from `rope_scaling`, from transformers
-    5's `rope_parameters`, and from what stands beside them. A scaling of kind default beside another one says nothing.
+    5's `rope_parameters`, and from what stands beside them.
     """
     parts, sliding = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}, None
     old, new = parts.values()
@@ -210,15 +211,15 @@ def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None
             (local, "rope_local_base_freq"), (within, "rope_theta"))}) or PATTERNS[architecture][1]
         if "full_attention" in new.values:
             parts["rope_parameters"] = new.part("full_attention")
-    if architecture in PATTERNS and architecture != "GptOssForCausalLM":
+    if architecture in BY_KIND:
         # What transformers reads otherwise than it stands, or not at all.
         fields.expect("rope_parameters", not new.values or "full_attention" in new.values, "by kind of layer")
-        refuse(fields, ("original_max_position_embeddings",))
         old.expect("rope_type", "type" not in old.values or "rope_type" in old.values, "there beside type")
         for part in (old, new, *parts.values()):
             part.expect("truncate", part.values.get("truncate", True) is True, "true, which alone is supported")
     elif lost := {key: value for key, value in new.values.items() if old.values and value not in (
-            None, "default", old.values.get(key), fields.values.get(key))}:
+            None, "default", old.values.get(key), old.values.get("type" if key == "rope_type" else ""),
+            fields.values.get(key))}:
         raise UserError(f"rope_parameters says {shown(lost)}, and of a model with rope_scaling transformers reads that "
                         "alone; move what rope_scaling says to rope_parameters")
     for part in parts.values():
@@ -234,15 +235,15 @@ def _scaling(rope: Fields, fields: Fields, architecture: str) -> RopeScaling | N
     kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
     kind = one_value({key: None if (key, kind) == ("type", "default") else kind for key, kind in kinds.items()})
     if rope.values.get("short_factor") and kind in (None, "su", "yarn"):
-        older = architecture == "Phi3ForCausalLM" and kind in ("su", "yarn")
-        rope.expect("rope_type", older, "longrope beside short_factor")
+        rope.expect("rope_type", kind and architecture == "Phi3ForCausalLM", "longrope beside short_factor")
         kind = "longrope"
     if kind in (None, "default"):
         return None
     if kind not in KINDS:
         raise UserError(f"rope type {shown(kind)} is not supported; supported are {', '.join(KINDS)}")
     window = fields.get("max_position_embeddings", WINDOW, 2048)
-    inside, beside = (one.get("original_max_position_embeddings", WINDOW, None) for one in (rope, fields))
+    inside, beside = (one.get("original_max_position_embeddings", WINDOW, None)
+                      for one in (rope, Fields({}) if architecture in BY_KIND else fields))
     if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
         inside = None
     original = one_value({"original_max_position_embeddings in the scaling": inside,

@@ -16,7 +16,7 @@ from ..errors import UserError
 from .config import ARCHITECTURES, config_from_hf
 from .files import FLAG, TEXT, Fields, about, check_file, guarded, number, several, shown, whole
 from .names import FUSED, places
-from .vocabulary import added_token, llama_pipeline, merges_of, surround
+from .vocabulary import llama_pipeline, merges_of, surround
 
 # By their names here, those in config.json. Files of Mistral call themselves llama.
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
@@ -27,7 +27,9 @@ LACKING = {"final_logit_softcapping": 0, "attn_logit_softcapping": 0, "attention
            "logit_scale": 1, "embedding_scale": 1, "residual_scale": 1, "rope.scaling.yarn_attn_factor": 1,
            "rope.scale_linear": 1, "rope.scaling.yarn_log_multiplier": 0, "rope.scaling.yarn_ext_factor": -1}
 # They end a text, if special.
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>")
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>",
+        "<end_of_turn>")
+BARE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's special tokens that do not take in the space behind them
 # How a byte-level tokenizer cuts words, by its name in the file: digits at a time.
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
          r"|\s+")
@@ -78,7 +80,8 @@ class GGUF:
         if values != head:
             raise UserError(f"keys have {head} dimensions and values {values}; they must have equally many")
         for name, neutral in LACKING.items():
-            if (found := self.fields.values.get(f"{self.kind}.{name}")) not in (None, 0, neutral):
+            # llama.cpp's YaRN has a factor of 1, and -1 stands for that.
+            if (found := self.fields.values.get(f"{self.kind}.{name}")) not in (None, int(neutral < 0), neutral):
                 raise UserError(f"{self.kind}.{name} {shown(found)} is not supported; use the model's own folder")
         rows = self._tensor("token_embd.weight").shape[1]
         rotated = self.value("rope.dimension_count", COUNT, head)
@@ -106,11 +109,15 @@ class GGUF:
         return {key: value for key, value in config.items() if value is not None}
 
     def _rope_scaling(self) -> dict:
-        kind = self.value("rope.scaling.type", TEXT, "none")
+        factor, attention = (self.value(f"rope.scaling.{key}", POSITIVE, None) for key in ("factor", "attn_factor"))
+        kind = self.value("rope.scaling.type", TEXT, "none" if factor is None else "linear")
+        listed = any(name.startswith("rope_f") for name in self.tensors)
+        if kind not in ("none", "longrope") if listed else attention not in (None, 1.0):
+            raise UserError(f"rope.scaling.type {shown(kind)} and attn_factor {attention} are not supported "
+                            f"{'with' if listed else 'without'} tensors of factors; use the model's own folder")
         original = self.value("rope.scaling.original_context_length", COUNT, None)
         scaling = {"rope_type": kind, "original_max_position_embeddings": original,
-                   "factor": self.value("rope.scaling.factor", POSITIVE, None),
-                   "attention_factor": self.value("rope.scaling.attn_factor", POSITIVE, None),
+                   "factor": factor, "attention_factor": attention if listed else None,
                    "beta_fast": self.value("rope.scaling.yarn_beta_fast", POSITIVE, None),
                    "beta_slow": self.value("rope.scaling.yarn_beta_slow", POSITIVE, None)}
         if (short := self.tensors.get("rope_factors_short.weight")) is not None:
@@ -188,7 +195,7 @@ class GGUF:
 
     def eos_ids(self) -> list[int]:
         """All tokens that end a text: the file names one, chat models have more."""
-        own = (self._field(f"{name}_token_id", COUNT, None) for name in ("eos", "eot"))
+        own = (self._field(f"{name}_token_id", COUNT, None) for name in ("eos", "eot", "eom"))
         special = set(self._of_type(CONTROL))
         return sorted({i for i in own if i is not None} | {self.tokens[one] for one in ENDS if one in special})
 
@@ -201,12 +208,15 @@ class GGUF:
             kind, special = self._field("model", TEXT), self.special()
             if kind not in ("gpt2", "llama"):
                 raise UserError(f"tokenizer {shown(kind)} is not supported; use BPE: gpt2 (bytes) or llama (pieces)")
+            scores = () if self.kind == "gemma3" else self._field("scores", several(number(-1e30, 1e30)), ())
+            ranked = dict(sorted(self.tokens.items(), key=lambda one: -scores[one[1]])) if scores else self.tokens
             backend = self._byte_level() if kind == "gpt2" else llama_pipeline(
-                self.tokens, merges_of(self.tokens), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
-            if self.kind == "phi3":  # a text between special tokens begins with a space, too
+                self.tokens, merges_of(ranked), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
+            if phi3 := self.kind == "phi3" and kind == "llama":  # a text between special tokens begins with a space, too
                 backend.pre_tokenizer, backend.normalizer = None, normalizers.Sequence(
                     [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-            special_tokens = map(added_token, [*self._of_type(UNKNOWN), *self._of_type(CONTROL)])
+            special_tokens = [AddedToken(name, special=True, normalized=False, rstrip=phi3 and name not in BARE)
+                              for name in (*self._of_type(UNKNOWN), *self._of_type(CONTROL))]
             backend.add_tokens([*special_tokens, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])
             begins = self._field("add_bos_token", FLAG, kind == "llama" or self._words == "llama-bpe")
             config = {**special, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins,

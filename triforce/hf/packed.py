@@ -23,8 +23,9 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word eight neighbours stand
 E2M1 = [sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]  # numbers of 4 bits
 # The values that a key may have; None: it may be absent.
 RULES = {
-    "gptq": {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2", None), "dynamic": ({}, None)},
-    "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "zero_point": (True,)},
+    "gptq": {"bits": (4, 8), "dynamic": ({}, None), "is_marlin_format": (False, None),
+             **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2", None))},
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM", None), "format": ("gemm", None), "zero_point": (True,)},
     "compressed-tensors": {"format": ("pack-quantized",), "kv_cache_scheme": (None,), "transform_config": ({}, None)},
     "mxfp4": {}}
 GROUP = {"input_activations": (None,), "output_activations": (None,), "format": ("pack-quantized", None)}
@@ -50,8 +51,9 @@ def packing_of(quantization: Fields) -> Packing | None:
     if method == "mxfp4":
         return Packing(method, 4, 32)
     if method != "compressed-tensors":
-        less = method == "gptq" and quantization.values.get("checkpoint_format") != "gptq_v2"
-        return Packing(method, quantization.values["bits"], quantization.get("group_size", whole(-1, 2**20)), int(less))
+        said = quantization.values
+        less = method == "gptq" and (said.get("checkpoint_format") or said.get("format")) != "gptq_v2"
+        return Packing(method, said["bits"], quantization.get("group_size", whole(-1, 2**20)), int(less))
     group = only_group(quantization, GROUP)
     weights = group.part("weights")
     expect(weights, WEIGHTS)
@@ -76,19 +78,25 @@ class PackedWeight:
 
     def wide(self) -> Tensor:
         """[O, I] in the dtype of the scales: (number - zero) * scale."""
-        method, inputs = self.packing.method, self.shape[1]
+        method, inputs, most = self.packing.method, self.shape[1], (1 << self.packing.bits) - 1
         scales = self.scales if method == "compressed-tensors" else self.scales.T
         if method == "awq":
             numbers, zeros = (self._unpacked(self.parts[name]).T for name in ("qweight", "qzeros"))
         elif method == "gptq":
-            numbers, zeros = self._unpacked(self.words.T), self._unpacked(self.parts["qzeros"]).T + self.packing.less
+            numbers, zeros = (self._unpacked(words) for words in (self.words.T, self.parts["qzeros"]))
+            zeros = zeros.T + self.packing.less & most
         else:
-            numbers, zeros = self._unpacked(self.words)[:, :inputs], self._zeros()
+            numbers, zeros = self._unpacked(self.words), self._zeros()
         group = next((self.parts[name].long() for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
         if group is None or bool((group < 0).any()):
             size = inputs if self.packing.group_size == -1 else self.packing.group_size
             group = torch.arange(inputs) // size
-        return (numbers - zeros.expand_as(scales)[:, group]).to(scales.dtype) * scales[:, group]
+        if not (0 <= numbers.shape[1] - inputs < WORD // self.packing.bits and len(group) == inputs
+                and group.max() + 1 == scales.shape[1] and zeros.shape in (scales.shape, (1, 1))
+                and scales.isfinite().all()):
+            raise UserError(f"a weight of {inputs} inputs has {numbers.shape[1]} numbers, scales {tuple(scales.shape)} "
+                            f"and zeros {tuple(zeros.shape)}, which do not fit {self.packing}; download it again")
+        return (numbers[:, :inputs] - zeros.expand_as(scales)[:, group]).to(scales.dtype) * scales[:, group]
 
     def split(self, sizes: list[int]) -> tuple[Tensor, ...]:
         return self.wide().split(sizes)
@@ -102,6 +110,8 @@ class PackedWeight:
 
     def _unpacked(self, words: Tensor) -> Tensor:
         """[..., N] words -> [..., N * numbers of a word], int32."""
+        if words.dtype != torch.int32:
+            raise UserError(f"packed numbers are {words.dtype}, where words of int32 belong; download it again")
         bits = self.packing.bits
         numbers = words[..., None] >> torch.arange(0, WORD, bits, dtype=torch.int32) & (1 << bits) - 1
         return (numbers[..., AWQ_ORDER] if self.packing.method == "awq" else numbers).flatten(-2)

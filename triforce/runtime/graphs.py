@@ -40,9 +40,6 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
     Args:
         index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
     """
-    if len(index) == 1 and not is_compiling():  # the same in half of the time
-        x.index_copy_(dim, index[0], value.movedim((0, 1), (batch_dim, dim)))
-        return
     places: list[Tensor | None] = [None] * x.ndim
     places[batch_dim], places[dim] = torch.arange(len(index), device=index.device)[:, None], index
     torch.ops.aten.index_put_(x, places, value)

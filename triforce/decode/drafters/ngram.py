@@ -10,6 +10,7 @@ import bisect
 import copy
 from collections import ChainMap
 from collections.abc import MutableMapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,16 +37,13 @@ class NgramDrafter(Drafter):
     def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.tape, self.max_drafted = tape, max_drafted
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
-        self.compiler, self.step = compiler, compiler.step(self._step)
+        self.step = compiler.step(partial(compiler(NgramDrafter._look_up), self))
 
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         # Tokens for all rows of the level that checks, so that one compiled step serves every gamma.
         self.step(self.max_drafted if probs is None else probs.shape[1] - 1, probs)
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
-
-    def _step(self, n: int, probs: Tensor | None) -> None:
-        self.compiler(NgramDrafter._look_up)(self, n, probs)
 
     def _look_up(self, n: int, probs: Tensor | None) -> None:
         tokens, start = self.tape.tokens, self.base  # [B, N], [B]
