@@ -212,7 +212,7 @@ class GGUF:
             ranked = dict(sorted(self.tokens.items(), key=lambda one: -scores[one[1]])) if scores else self.tokens
             backend = self._byte_level() if kind == "gpt2" else llama_pipeline(
                 self.tokens, merges_of(ranked), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
-            if phi3 := self.kind == "phi3" and kind == "llama":  # a text between special tokens begins with a space, too
+            if phi3 := self.kind == "phi3" and kind == "llama":  # behind a special token, a text begins so, too
                 backend.pre_tokenizer, backend.normalizer = None, normalizers.Sequence(
                     [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
             special_tokens = [AddedToken(name, special=True, normalized=False, rstrip=phi3 and name not in BARE)
