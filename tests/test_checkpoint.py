@@ -101,6 +101,9 @@ FACTORS = {"short_factor": [1.0] * 48, "long_factor": [1.0 + i / 3 for i in rang
     {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "rope_theta": 1000000.0,
      "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
     {"hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 3580165449.0},
+    {"hidden_size": 4096, "num_attention_heads": 32, "rope_scaling": {  # whose ramp ends before it begins
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 2e5,
+        "beta_slow": 1e5}},
 ], ids=lambda fields: fields.get("model_type", "llama"))
 def test_angles_of_published_shapes(fields):
     """Far out in a long text a frequency's last bit counts."""

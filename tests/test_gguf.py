@@ -129,13 +129,15 @@ def test_has_the_weights_that_transformers_reads(tmp_path, family, quantize):
     ("LLaMA-2-7B-32K", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 8.0}, ()),
     ("LLaMA-2-7B-32K", {"llama.rope.scaling.factor": 8.0}, ()),  # llama.cpp's default
     ("YaRN, of Qwen2.5", {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
-                          "qwen2.rope.scaling.original_context_length": 64}, ()),
+                          "qwen2.rope.scaling.original_context_length": 64,
+                          "qwen2.rope.scaling.yarn_ext_factor": 1.0}, ()),
     ("YaRN, all fields", {f"llama.rope.scaling.{key}": value for key, value in (
         ("type", "yarn"), ("factor", 8.0), ("original_context_length", 32), ("yarn_beta_fast", 16.0),
         ("yarn_beta_slow", 2.0), ("attn_factor", 1.0))}, ()),
     ("Llama 3.1, its band", {}, ("rope_freqs.weight",)),
-    ("Phi-4-mini", {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.dimension_count": 12},
-     ("rope_factors_long.weight", "rope_factors_short.weight"))])
+    *(("Phi-4-mini", {"phi3.rope.scaling.original_context_length": 32, "phi3.rope.dimension_count": 12, **more},
+       ("rope_factors_long.weight", "rope_factors_short.weight"))
+      for more in ({}, {"phi3.rope.scaling.type": "longrope", "phi3.rope.scaling.attn_factor": 1.75}))])
 def test_scaled_rotations(tmp_path, family, scaling, kept):
     """A linear one, YaRN, Llama 3's, which llama.cpp stores as factors, and Phi's two lists of factors."""
     plain = build(family, rope_scaling=None) if "band" in family else None
@@ -149,6 +151,9 @@ def test_scaled_rotations(tmp_path, family, scaling, kept):
     theirs = write(tmp_path / "m.gguf", family, fields={**BYTES, **scaling}, factors=factors, **more)
     found = GGUF(tmp_path / "m.gguf").model.rope_scaling
     assert family != "YaRN, all fields" or (found.beta_fast, found.beta_slow) == (16, 2)
+    if scaling.get("phi3.rope.scaling.attn_factor"):
+        assert found.attention_factor == 1.75
+        return
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32")
     torch.testing.assert_close(logits(out), theirs(torch.tensor(IDS)).logits, rtol=1e-4, atol=1e-4)
 
@@ -184,6 +189,8 @@ def test_the_tokenizer_is_the_folders(tmp_path, name):
     folder = made[name]
     fields = token_fields(made["sentencepiece, legacy"] if name.startswith("Phi") else folder)
     tokens = fields["tokenizer.ggml.tokens"]
+    if name.startswith("Phi"):
+        fields["tokenizer.ggml.token_type"][2] = 4  # a token of its own
     write(tmp_path / "m.gguf", family.get(name, "Llama 3"), fields=fields, vocab_size=len(tokens))
     out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     ours, source = Tokenizer(out), Tokenizer(folder)

@@ -65,7 +65,7 @@ class Kind:
         if self.method == "gptq":
             less = int(self.version == "gptq")
             return wide, {"qweight": pack(numbers, self.bits).T, "scales": scales.T, "g_idx": group.int(),
-                          "qzeros": pack((zeros.T - less) % (2 * middle), self.bits)} | (
+                          "qzeros": pack(zeros.T, self.bits) - less * (0xFFFFFFFF // (2 * middle - 1))} | (
                               {"bias": torch.zeros(outputs).half()} if self.biases else {})
         if self.method == "awq":
             return wide, {"qweight": pack(numbers.T, 4, AWQ_COLUMNS), "qzeros": pack(zeros.T, 4, AWQ_COLUMNS),
@@ -177,7 +177,10 @@ def saying(**config):
     (saying(quant_method="awq", bits=4, zero_point=True, version="gemv"), "version 'gemv'"),
     (saying(quant_method="awq", bits=4, zero_point=True, group_size="16"), "group_size is '16'.*must be"),
     (saying(quant_method="gptq", bits=4, format="marlin"), "format 'marlin'"),
+    (saying(quant_method="gptq", bits=4, is_marlin_format=True), "is_marlin_format True"),
+    (saying(quant_method="awq", bits=4, zero_point=True, format="gemv"), "format 'gemv'"),
     *((storing(f"model.layers.0.mlp.up_proj.{name}", value), says) for name, value, says in (
+        ("g_idx", torch.zeros(9, dtype=torch.int32), "do not fit Packing"),
         ("g_idx", torch.zeros(64, dtype=torch.int32), r"scales \(112, 4\) .* do not fit Packing"),
         ("scales", torch.full((4, 112), math.nan).half(), "do not fit Packing"),
         ("qzeros", torch.zeros(1, 14, dtype=torch.int32), "zeros .112, 1., which do not fit Packing"),

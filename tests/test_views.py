@@ -109,3 +109,12 @@ def test_long_views_are_read_as_the_prefix(pair, more, monkeypatch):
         state.rewind(300)
         assert bits_of_rows(state, 40, plan=AUTOREGRESSION) == said
     assert kept[0] == kept[4096] and all(a == b for a, b in kept[0][1:]) and kept[0][0][0] < kept[0][0][1]
+
+
+def test_views_of_two_heads_are_long_at_twice_the_tokens(pair, monkeypatch):
+    monkeypatch.setattr(attention, "spans", lambda *_: True)
+    assert pair[0].config.n_kv_head == 2
+    for limit, joins in ((192, True), (191, False)):
+        monkeypatch.setattr(kv_cache, "LONG_VIEW", limit)
+        engine = make_engine(pair[0], budget=384, flush_interval=32)
+        assert engine.prepare([random_prompt(64)], 9, temperature=0.0, seed=[0]).cache.joins_view == joins

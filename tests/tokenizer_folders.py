@@ -125,8 +125,9 @@ def llama_json_folder(folder, source, config, model_type="llama"):
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                          decoders.Strip(" ", 1, 0)])
-    end = AddedToken("</s>", special=True, normalized=False, rstrip=model_type == "phi3")  # as published
-    backend.add_special_tokens(["<unk>", "<s>", end])
+    phi3 = model_type == "phi3"  # of which this is no special token, and takes in spaces
+    backend.add_special_tokens(["<unk>", "<s>"])
+    backend.add_tokens([AddedToken("</s>", special=not phi3, normalized=False, rstrip=phi3)])
     backend.post_processor = bos_template("<s>")(backend)
     backend.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", config)

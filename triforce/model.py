@@ -185,7 +185,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
     ramp = ramp.clamp(0, 1)
     return inv_freq * (1 - ramp) + inv_freq / scaling.factor * ramp
 

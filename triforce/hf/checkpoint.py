@@ -117,7 +117,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
-        dtype: of the parameters; None takes config.json's, or else the file's own.
+        dtype: of the parameters; None takes config.json's, or else float32.
         group: the ranks that share the model; each reads its own part.
         max_seq_len: see `ModelConfig.within`. weights: see `ModelConfig.quantized`.
 
@@ -130,9 +130,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
     stored = unpacked(folder, pairs, table)
-    dtypes = [tensor.dtype for _, tensor in stored]
-    wide = [torch.bfloat16] if FP8 in dtypes else [dtype for dtype in dtypes if _is_wide(dtype)]
-    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
+    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or "float32"))
     parameters, missing = dict(model.named_parameters()), set(table)
 
     def check(name: str, tensor: Tensor) -> None:

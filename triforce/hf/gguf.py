@@ -215,9 +215,9 @@ class GGUF:
             if phi3 := self.kind == "phi3" and kind == "llama":  # behind a special token, a text begins so, too
                 backend.pre_tokenizer, backend.normalizer = None, normalizers.Sequence(
                     [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-            special_tokens = [AddedToken(name, special=True, normalized=False, rstrip=phi3 and name not in BARE)
-                              for name in (*self._of_type(UNKNOWN), *self._of_type(CONTROL))]
-            backend.add_tokens([*special_tokens, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])
+            backend.add_tokens([
+                AddedToken(name, special=kinds != OWN, normalized=False, rstrip=phi3 and name not in BARE)
+                for kinds in (UNKNOWN, CONTROL, OWN) for name in self._of_type(kinds)])
             begins = self._field("add_bos_token", FLAG, kind == "llama" or self._words == "llama-bpe")
             config = {**special, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins,
                       "add_eos_token": self._field("add_eos_token", FLAG, False),

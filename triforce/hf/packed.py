@@ -83,8 +83,8 @@ class PackedWeight:
         if method == "awq":
             numbers, zeros = (self._unpacked(self.parts[name]).T for name in ("qweight", "qzeros"))
         elif method == "gptq":
-            numbers, zeros = (self._unpacked(words) for words in (self.words.T, self.parts["qzeros"]))
-            zeros = zeros.T + self.packing.less & most
+            ones = self.packing.less * (0xFFFFFFFF // most)  # of a whole word, and its carries: so they are taken off
+            numbers, zeros = self._unpacked(self.words.T), self._unpacked(self.parts["qzeros"] + ones).T
         else:
             numbers, zeros = self._unpacked(self.words), self._zeros()
         group = next((self.parts[name].long() for name in ("g_idx", "weight_g_idx") if name in self.parts), None)
