@@ -243,7 +243,7 @@ FAULTS = [
           "stream -k several"),
     Fault("gptq-zeros", "hf.packed:packing_of", "zeros of GPTQ's second format are taken for those of its first",
           op("!=", "==", 3), "quantized -k 'wide_ones and GPTQ'"),
-    Fault("gptq-carry", "hf.packed:PackedWeight.wide", "zeros of GPTQ that wrap around", name("ones", "most"),
+    Fault("gptq-ones", "hf.packed:PackedWeight.wide", "zeros of GPTQ's first format are one too small", op("//", "%"),
           "quantized -k 'packed_weights'"),
     Fault("gguf-scores", "hf.gguf:GGUF.tokenizer", "merges of a GGUF file go by ids", cond("scores", False),
           "gguf -k scores"),

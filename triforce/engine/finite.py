@@ -14,8 +14,10 @@ from ..parallel import together
 @torch.inference_mode()
 def explain(model: Transformer, count: int) -> UserError:
     """One line for logits that are not finite after `count` tokens. Every rank calls this."""
-    broken = next(filter(None, together(model.group, lambda: next(
-        (name for name, part in model.named_modules() if not _is_sound(part)), ""))), "")
+    def first_broken() -> str:
+        return next((name for name, part in model.named_modules() if not _is_sound(part)), "")
+
+    broken = next(filter(None, together(model.group, first_broken)), "")
     why = f"weights of {broken} are no finite numbers" if broken else f"they exceed {model.dtype_name}"
     remedy = "compare config.json (rms_norm_eps, rope_theta, rope_scaling) with the original, or " * (not broken)
     if model.dtype == torch.float16:

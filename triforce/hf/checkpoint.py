@@ -22,7 +22,7 @@ from .config import config_from_hf
 from .files import FLAG, Fields, about, check_file, guarded, number, read_json, read_optional_json, several, whole
 from .folders import find_weights
 from .names import EMBEDDING, OUTPUT, SCALE, places, put, scale_of, separate
-from .packed import unpacked
+from .packed import PARTS, unpacked
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
@@ -52,7 +52,7 @@ def as_stored(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
     found = [tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors] if config.tie_word_embeddings else []
     same = len(found) != 2 or found[0].dtype == found[1].dtype and torch.equal(
         *(one.reshape(-1).view(torch.uint8) for one in found))
-    packed = {"lm_head.qweight", "lm_head.weight_packed"} & tensors.keys()
+    packed = {f"{OUTPUT.removesuffix('weight')}{part}" for part in PARTS} & tensors.keys()
     return config if same and not packed else replace(config, tie_word_embeddings=False)
 
 

@@ -83,7 +83,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, gemma or architecture == "SmolLM3ForCausalLM"),
         architecture=architecture,
         **(windows := _windows(fields, architecture, positions)),
-        sliding_theta=(sliding_theta or theta) if architecture in PATTERNS and windows and not oss else None,
+        sliding_theta=sliding_theta if architecture in BY_KIND and windows else None,
         nope_layers=_nope_layers(fields) if architecture == "SmolLM3ForCausalLM" else (),
         **(_experts(fields, oss) if oss or moe else {}),
         dtype=one_value({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
@@ -217,11 +217,12 @@ def _rope(fields: Fields, architecture: str) -> tuple[float | None, float | None
         old.expect("rope_type", "type" not in old.values or "rope_type" in old.values, "there beside type")
         for part in (old, new, *parts.values()):
             part.expect("truncate", part.values.get("truncate", True) is True, "true, which alone is supported")
-    elif lost := {key: value for key, value in new.values.items() if old.values and value not in (
-            None, "default", old.values.get(key), old.values.get("type" if key == "rope_type" else ""),
-            fields.values.get(key))}:
-        raise UserError(f"rope_parameters says {shown(lost)}, and of a model with rope_scaling transformers reads that "
-                        "alone; move what rope_scaling says to rope_parameters")
+    elif old.values:  # then transformers does not read `rope_parameters`
+        said = {key: value for key, value in old.values.items() if value is not None}
+        read = {"rope_type": said.get("type")} | fields.values | said
+        if lost := {key: value for key, value in new.values.items() if value not in (None, "default", read.get(key))}:
+            raise UserError(f"rope_parameters says {shown(lost)}, and of a model with rope_scaling transformers reads "
+                            "that alone; move what rope_scaling says to rope_parameters")
     for part in parts.values():
         refuse(part, LACKING_ROPE)
     spots = {"config.json": fields, **parts}

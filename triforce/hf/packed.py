@@ -78,12 +78,13 @@ class PackedWeight:
 
     def wide(self) -> Tensor:
         """[O, I] in the dtype of the scales: (number - zero) * scale."""
-        method, inputs, most = self.packing.method, self.shape[1], (1 << self.packing.bits) - 1
+        method, inputs = self.packing.method, self.shape[1]
         scales = self.scales if method == "compressed-tensors" else self.scales.T
         if method == "awq":
             numbers, zeros = (self._unpacked(self.parts[name]).T for name in ("qweight", "qzeros"))
         elif method == "gptq":
-            ones = self.packing.less * (0xFFFFFFFF // most)  # of a whole word, and its carries: so they are taken off
+            # A 1 was taken off each number of a word at once: a zero of 0 borrowed from the next one.
+            ones = self.packing.less * (0xFFFFFFFF // ((1 << self.packing.bits) - 1))
             numbers, zeros = self._unpacked(self.words.T), self._unpacked(self.parts["qzeros"] + ones).T
         else:
             numbers, zeros = self._unpacked(self.words), self._zeros()
