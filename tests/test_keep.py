@@ -2,12 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import SIZES, make_engine, random_prompt, slow
 
 import triforce
 from triforce import cli
+from triforce.cli.run import fitted
 from triforce.engine.keep import cut
 
 SHORT = {**SIZES, "max_seq_len": 100}
@@ -23,6 +25,18 @@ FLAGS = ["--prompt", TEXT, "--device", "cpu", "--max-seq-len", "200", "--max-new
     ("start", 99, None, list(range(10)))])
 def test_parts(keep, room, bos, kept):
     assert cut(list(range(10)), room, keep, bos) == kept
+
+
+def test_a_character_that_prompt_len_cuts_is_no_dropped_token(capsys):
+    """A chat is cut between characters, here of three tokens each."""
+    def encode(text, **how):
+        return [*str(text).encode()]
+
+    engine = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode), encode_prompt=encode, room=lambda new: 999,
+                             check_len=lambda *lengths: None)
+    args = SimpleNamespace(max_new_tokens=9, prompt_len=101, chat=True, system=None, keep=None)
+    document, _, dropped = fitted(engine, args, SimpleNamespace(is_demo=False, chat={}), 80 * "日", None)
+    assert document == 33 * "日" and dropped == 0 and "dropped" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keep", ["start", "end", "both"])

@@ -201,6 +201,13 @@ def test_the_embedded_pair_passes_every_check(brief, command):
     assert "**All is well**" in page and "- greedy, retrieval view: ok. 16 tokens, " in page
 
 
+def test_a_check_where_one_round_says_all(brief, command):
+    """Then a token after the first takes no time with speculation, and there is no speed-up to tell."""
+    told, _ = checked(command, "--gamma", "4", "--new", "2", "--lengths", "470", "--far", "0", "--temperature", "0")
+    [times] = (record for record in told["records"] if record["name"] == "times, 470")
+    assert times["on_ms"] == 0 < times["off_ms"]
+
+
 @pytest.mark.parametrize("flags,lengths", [([], [512, 1000]), (["--new", "400"], [512, 1000]),
                                            (["--lengths", "3000", "200"], [200, 3000])])
 def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
